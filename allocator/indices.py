@@ -1,0 +1,63 @@
+"""Callers' numbers, of whatever container, as host arrays; checked before anything is done with them."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvloom.allocator.errors import InvalidArgument
+
+Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
+
+
+def host_ints(name: str, values: Ints) -> NDArray[np.int64]:
+    """`values` as int64 [N] on the host.
+
+    Lists, numpy arrays and CPU tensors cost no synchronisation; a device tensor is copied to the host once.
+    Raises InvalidArgument when they are not a flat row of whole numbers.
+    """
+    if isinstance(values, torch.Tensor):
+        array: NDArray[np.generic] = values.detach().cpu().numpy()
+    else:
+        array = np.asarray(values)
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidArgument(f"{name} must be a flat row of whole numbers, got {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def page_count(tokens: NDArray[np.integer], page_size: int) -> NDArray[np.integer]:
+    """Pages that hold `tokens` tokens, element by element."""
+    return -(-tokens // page_size)
+
+
+def starts(counts: NDArray[np.integer]) -> NDArray[np.int32]:
+    """Exclusive cumulative sum with the total at the end: int32 [N + 1]."""
+    out = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+@lru_cache(maxsize=64)
+def counting(count: int) -> NDArray[np.int32]:
+    """0, 1, .. count - 1; shared, hence read-only."""
+    array = np.arange(count, dtype=np.int32)
+    array.setflags(write=False)
+    return array
+
+
+@lru_cache(maxsize=64)
+def constant(count: int, value: int) -> NDArray[np.int32]:
+    """`count` times the same; shared, hence read-only."""
+    array = np.full(count, value, np.int32)
+    array.setflags(write=False)
+    return array
+
+
+def spans(first: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """first[0], first[0] + 1, .. (counts[0] of them), first[1], ..: int64 [sum(counts)]."""
+    begins = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(first - begins, counts)

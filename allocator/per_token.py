@@ -1,0 +1,43 @@
+"""The allocator of single slots: page size 1, first in, first out."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvloom.allocator.base import BaseTokenToKVPoolAllocator
+from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.pools.base import KVCache
+
+
+class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
+    """Slots 1 .. size; the free list starts in ascending order and freed slots go to its end."""
+
+    def __init__(
+        self,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kvcache: KVCache | None,
+        need_sort: bool = False,
+    ) -> None:
+        super().__init__(size, 1, dtype, device, kvcache, need_sort)
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """The first `need_size` free slots, int64 [need_size]; None when short, and nothing has changed.
+
+        Raises InvalidArgument below 0.
+        """
+        if need_size < 0:
+            raise InvalidArgument(f"cannot allocate {need_size} slots")
+        slots = self.ledger.take(need_size)
+        return None if slots is None else self._to_tensor(slots.astype(np.int64))
+
+    def _pages_of(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
+        self._require_slots(slots)
+        return slots.astype(np.int32)
+
+    def _free_pages(self, pages: NDArray[np.int32]) -> None:
+        self.ledger.release(pages, front=False)
+
+    def _flush_group(self) -> None:
+        self.ledger.free_queued(front=False)

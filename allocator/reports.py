@@ -1,0 +1,50 @@
+"""Immutable reports about memory, cheap enough to take after every step."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Shortfall(NamedTuple):
+    """Why an allocation was refused: `pool` has `free` pages (and `evictable` cached ones) where `need` are needed.
+
+    `fits` of the rows asked for, from the first on, would have fitted.
+    """
+
+    pool: str
+    need: int
+    free: int
+    evictable: int = 0
+    fits: int = 0
+
+
+class PoolStatistics(NamedTuple):
+    """The pages of one pool by state; free + held + cached + quarantined = capacity, always.
+
+    `quarantined` pages are given back and wait for a step in flight that may still read them.  `allocated` counts
+    pages taken since start, `freed` pages given back, by reason: sum(freed) = allocated - held - cached.
+    """
+
+    pool: str
+    page_size: int
+    capacity: int
+    free: int
+    held: int
+    cached: int
+    quarantined: int
+    peak_held: int
+    allocated: int
+    freed: Mapping[str, int]
+    failures: int
+    groups: int
+    sorts: int
+    slack_tokens: int = 0
+
+
+class MemoryStatistics(NamedTuple):
+    """All pools, and the request table's rows; `evicted` counts prefix-cache pages by (pool, reason)."""
+
+    pools: Mapping[str, PoolStatistics]
+    rows_capacity: int
+    rows_held: int
+    rows_quarantined: int
+    evicted: Mapping[tuple[str, str], int]

@@ -1,0 +1,132 @@
+"""RequestTable: one row per running request, its page ids in order.
+
+The host's copy is the truth; the device's is written by the kernels from what the host sends along with a step (on the
+CPU the two are the same memory).  A row that is given back is handed out again only once the last step that names it is
+settled, and counts a generation up each time, so that a row kept too long can be told from its next owner's.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvloom.allocator.errors import BrokenInvariant, DoubleFree, InvalidArgument
+from kvloom.allocator.indices import spans
+from kvloom.allocator.ring import PageArray
+
+RowArray = NDArray[np.int32]
+
+
+class RequestTable:
+    """Rows 0 .. max_rows - 1 of up to `max_pages` pages; row `max_rows` is the pad row and belongs to nobody.
+
+    Public arrays, to read only:
+    pages        int32 [max_rows + 1, max_pages], page ids in order, 0 behind the last
+    page_counts  int32 [max_rows + 1]
+    lengths      int32 [max_rows + 1], tokens that the row has reserved
+    generations  int64 [max_rows + 1]
+    device_pages the device's copy of `pages`, torch int32
+    """
+
+    def __init__(self, max_rows: int, max_pages: int, device: torch.device | str = "cpu") -> None:
+        if max_rows < 1 or max_pages < 1:
+            raise InvalidArgument(f"a table of {max_rows} rows of {max_pages} pages; at least 1 each")
+        self.max_rows = max_rows
+        self.max_pages = max_pages
+        self.pages = np.zeros((max_rows + 1, max_pages), np.int32)
+        self.page_counts = np.zeros(max_rows + 1, np.int32)
+        self.lengths = np.zeros(max_rows + 1, np.int32)
+        self.generations = np.zeros(max_rows + 1, np.int64)
+        device = torch.device(device)
+        if device.type == "cpu":
+            self.device_pages = torch.from_numpy(self.pages)
+        else:
+            self.device_pages = torch.zeros(self.pages.shape, dtype=torch.int32, device=device)
+        self._held = np.zeros(max_rows, np.bool_)
+        self._free = list(range(max_rows - 1, -1, -1))  # a stack: low rows first
+        self._waiting: list[tuple[int, int]] = []  # (fence, row)
+        self._settled = -1
+
+    @property
+    def pad_row(self) -> int:
+        """The row that padding may name."""
+        return self.max_rows
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that `open` could hand out now."""
+        return len(self._free)
+
+    @property
+    def quarantined_rows(self) -> int:
+        """Rows given back that wait for a step in flight."""
+        return len(self._waiting)
+
+    @property
+    def held_rows(self) -> int:
+        """Rows in use."""
+        return self.max_rows - len(self._free) - len(self._waiting)
+
+    def open(self) -> int | None:
+        """An empty row; None when all are taken."""
+        if not self._free:
+            return None
+        row = self._free.pop()
+        self._held[row] = True
+        self.generations[row] += 1
+        return row
+
+    def append(self, rows: RowArray, counts: RowArray, pages: PageArray, lengths: RowArray) -> None:
+        """Put `counts[i]` further page ids behind those of `rows[i]` and note the new lengths.  Rows are distinct."""
+        before = self.page_counts[rows]
+        self.pages[np.repeat(rows, counts), spans(before, counts)] = pages
+        self.page_counts[rows] = before + counts
+        self.lengths[rows] = lengths
+
+    def pages_of(self, rows: RowArray) -> tuple[PageArray, RowArray]:
+        """All page ids of `rows`, row after row, and whose each is: two int32 arrays of the same length."""
+        counts = self.page_counts[rows]
+        width = int(counts.max(initial=0))
+        pages = self.pages[rows, :width][np.arange(width) < counts[:, None]]
+        return pages, np.repeat(rows, counts)
+
+    def close(self, rows: RowArray, fences: Sequence[int]) -> None:
+        """Give rows back, each free once step `fences[i]` is settled.  Raises DoubleFree and changes nothing."""
+        self.require_held(rows)
+        width = int(self.page_counts[rows].max(initial=0))
+        self.pages[rows, :width] = 0
+        self.page_counts[rows] = 0
+        self.lengths[rows] = 0
+        self._held[rows] = False
+        for row, fence in zip(rows.tolist(), fences, strict=True):
+            if fence <= self._settled:
+                self._free.append(row)
+            else:
+                self._waiting.append((fence, row))
+
+    def settle(self, step: int) -> None:
+        """Step `step` is over: rows fenced up to it are free."""
+        self._settled = max(self._settled, step)
+        if self._waiting:
+            self._free += [row for fence, row in self._waiting if fence <= self._settled]
+            self._waiting = [(fence, row) for fence, row in self._waiting if fence > self._settled]
+
+    def require_held(self, rows: RowArray) -> None:
+        """Raise DoubleFree or InvalidArgument unless `rows` are distinct rows in use."""
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.max_rows):
+            raise InvalidArgument(f"rows run from 0 to {self.max_rows - 1}; got {rows.tolist()[:8]}")
+        if len(set(rows.tolist())) != len(rows) or not self._held[rows].all():
+            raise DoubleFree(f"rows {rows.tolist()[:8]} are not all in use, or one is named twice")
+
+    def slack_tokens(self, page_size: int) -> int:
+        """Slots in held pages that no reserved token fills."""
+        return int(self.page_counts.sum(dtype=np.int64)) * page_size - int(self.lengths.sum(dtype=np.int64))
+
+    def check(self) -> None:
+        """Raise BrokenInvariant unless each row is free, held or waiting, and free rows have no pages."""
+        everyone = [*self._free, *(row for _, row in self._waiting), *np.flatnonzero(self._held).tolist()]
+        if sorted(everyone) != list(range(self.max_rows)):
+            raise BrokenInvariant(f"rows are not each in one state: {len(everyone)} entries for {self.max_rows} rows")
+        if self.page_counts[:-1][~self._held].any() or self.pages[self.pad_row].any():
+            raise BrokenInvariant("a row that nobody holds has pages")

@@ -1,0 +1,170 @@
+"""The Prometheus side: engines' snapshots turned into metric families when somebody scrapes.
+
+Nothing here runs while no one asks, and nothing locks: a scrape reads one immutable snapshot per engine, from whatever
+thread it is in, so gauges are exact and page states sum to the capacity.
+"""
+
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
+
+from kvloom.metrics.catalogue import BASE_LABELS, CATALOGUE, Family, Kind
+from kvloom.metrics.histograms import HistogramState
+from kvloom.metrics.readings import Values, readings
+from kvloom.metrics.timings import TimingObserver
+
+if TYPE_CHECKING:
+    from kvloom.scheduler.status import EngineStatistics
+
+Source = Callable[[], "EngineStatistics"]
+
+
+class KVLoomCollector:
+    """Exports engines through one registry: a new one of its own unless `registry` says where to join.
+
+    `source` answers with an engine's last snapshot, from any thread; `timings` observes that engine.  A registry takes
+    one collector per namespace, which is how it can tell families apart: further engines enter by `add`.
+
+    Raises ValueError when the namespace is no plain name, or the registry has these metrics already.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        timings: TimingObserver,
+        *,
+        engine: str = "0",
+        model: str = "",
+        namespace: str = "kvloom",
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        if not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9_]*", namespace):
+            raise ValueError(f"namespace {namespace!r}: letters, digits and underscores only, a letter first")
+        self.namespace = namespace
+        self._build = _build()
+        # Replaced, never changed: a scrape in another thread reads it once.
+        self._views: tuple[_View, ...] = (_View(source, timings, engine, model),)
+        self.registry = CollectorRegistry() if registry is None else registry
+        self.registry.register(self)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The `engine` labels, in the order in which they were added."""
+        return tuple(view.engine for view in self._views)
+
+    def add(self, source: Source, timings: TimingObserver, *, engine: str, model: str = "") -> None:
+        """Export another engine beside the others.  Raises ValueError when its label is taken."""
+        if engine in self.engines:
+            raise ValueError(f"there is an engine {engine!r} already: name this one differently, or remove that one")
+        self._views = (*self._views, _View(source, timings, engine, model))
+
+    def remove(self, engine: str) -> None:
+        """Export an engine no longer, and let go of it.  Nothing happens when there is none of that name."""
+        self._views = tuple(view for view in self._views if view.engine != engine)
+
+    def describe(self) -> Iterator[Metric]:
+        """All families, empty: registration reads no engine."""
+        return (self._metric(family, ()) for family in CATALOGUE)
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, from one snapshot per engine."""
+        pictures = [view.picture() for view in self._views]
+        return (self._metric(family, pictures) for family in CATALOGUE)
+
+    def render(self) -> bytes:
+        """What a scrape of the registry answers, in the Prometheus text format."""
+        return generate_latest(self.registry)
+
+    def _metric(self, family: Family, pictures: Iterable["_Picture"]) -> Metric:
+        name, labels = f"{self.namespace}_{family.name}", (*BASE_LABELS, *family.labels)
+        match family.kind:
+            case Kind.HISTOGRAM:
+                histogram = HistogramMetricFamily(name, family.help, labels=labels)
+                for picture in pictures:
+                    for values, (bounds, state) in picture.histograms[family.name].items():
+                        pairs = zip((*bounds, float("inf")), state.cumulative, strict=True)
+                        buckets = [(_bound(bound), count) for bound, count in pairs]
+                        histogram.add_metric((*picture.base, *values), buckets, state.sum)
+                return histogram
+            case Kind.INFO:
+                info = InfoMetricFamily(name.removesuffix("_info"), family.help, labels=BASE_LABELS)
+                for picture in pictures:
+                    info.add_metric(picture.base, self._build)
+                return info
+        plain = (CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily)(
+            name, family.help, labels=labels
+        )
+        for picture in pictures:
+            for values, value in picture.numbers[family.name].items():
+                plain.add_metric((*picture.base, *values), value)
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """One engine at one moment; `base` are the values of the base labels."""
+
+    base: tuple[str, str]
+    numbers: dict[str, Values]
+    histograms: dict[str, dict[tuple[str, ...], tuple[tuple[float, ...], HistogramState]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    source: Source
+    timings: TimingObserver
+    engine: str
+    model: str
+
+    def picture(self) -> _Picture:
+        histograms = {
+            family: {values: (one.bounds, one.snapshot()) for values, one in histograms.items()}
+            for family, histograms in self.timings.histograms.items()
+        }
+        return _Picture((self.engine, self.model), readings(self.source()), histograms)
+
+
+def _bound(value: float) -> str:
+    """As the client library writes its own: "120.0", "+Inf"."""
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
+
+
+def _build() -> dict[str, str]:
+    return {
+        "version": _version("kvloom"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "backend": _backend(),
+    }
+
+
+def _backend() -> str:
+    """What torch was built for, if this process has loaded it."""
+    torch_version = getattr(sys.modules.get("torch"), "version", None)
+    if torch_version is None:
+        return "unknown"
+    if getattr(torch_version, "hip", None):
+        return "rocm"
+    return "cuda" if getattr(torch_version, "cuda", None) else "cpu"
+
+
+def _version(distribution: str) -> str:
+    """From the installed files: importing torch takes seconds, and reports can be rendered without it."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"

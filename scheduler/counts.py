@@ -1,0 +1,34 @@
+"""What has happened since start, as plain integers; read when somebody asks."""
+
+from collections import Counter
+
+from kvloom.scheduler.request import Phase, Sequence
+
+
+class Counts:
+    """Counters of one core.  Only the core writes them."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.rejected: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
+        self.phases: Counter[Phase] = Counter()
+        self.preemptions = 0
+        self.prompt_computed = 0
+        self.prompt_recomputed = 0
+        self.prompt_cached = 0
+        self.output_tokens = 0
+        self.wasted: Counter[str] = Counter()
+        self.steps: Counter[str] = Counter()
+        self.failed_steps = 0
+
+    def prefilled(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Tokens `start` to `stop` of a sequence were planned; what was planned before, or is output, is work done twice.
+
+        Mutates `sequence.prefilled`.
+        """
+        prompt_stop = min(stop, len(sequence.request.prompt))
+        new = max(0, prompt_stop - max(start, sequence.prefilled))
+        self.prompt_computed += new
+        self.prompt_recomputed += stop - start - new
+        sequence.prefilled = max(sequence.prefilled, prompt_stop)

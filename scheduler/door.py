@@ -1,0 +1,31 @@
+"""What is checked before a request is queued, so that nothing can fail for it, or for others, inside a step."""
+
+import numpy as np
+
+from kvloom.scheduler.config import ModelLimits
+from kvloom.scheduler.errors import InvalidRequest, NeverFits, TooLong
+from kvloom.scheduler.request import Request
+
+
+def output_limit(request: Request, limits: ModelLimits, capacity_tokens: int) -> int:
+    """Most output tokens the request can have: its own wish, within the model's context and the pool.
+
+    A sequence of p prompt and g output tokens needs KV for p + g - 1 positions, since the last token is not fed back.
+    Raises InvalidRequest, TooLong or NeverFits.
+    """
+    prompt, params = request.prompt, request.params
+    if prompt.ndim != 1 or prompt.dtype != np.int32:
+        raise InvalidRequest("prompt", f"must be int32 of one dimension, got {prompt.dtype} of shape {prompt.shape}")
+    if len(prompt) == 0:
+        raise InvalidRequest("prompt", "is empty; at least one token is needed")
+    if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
+        wrong = prompt[(prompt < 0) | (prompt >= limits.vocab_size)]
+        raise InvalidRequest("prompt", f"token ids run from 0 to {limits.vocab_size - 1}; got {wrong[:8].tolist()}")
+    if any(token >= limits.vocab_size for token in params.stop_token_ids):
+        raise InvalidRequest("stop_token_ids", f"token ids run from 0 to {limits.vocab_size - 1}")
+    if len(prompt) >= limits.max_seq:
+        raise TooLong(f"prompt of {len(prompt)} tokens; the model's context of {limits.max_seq} leaves no room for a token")
+    if len(prompt) > capacity_tokens:
+        raise NeverFits(f"prompt of {len(prompt)} tokens; the KV pool holds {capacity_tokens}")
+    room = min(limits.max_seq - len(prompt), capacity_tokens - len(prompt) + 1)
+    return room if params.max_new_tokens is None else min(room, params.max_new_tokens)

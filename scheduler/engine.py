@@ -1,0 +1,306 @@
+"""Engine: the async continuous-batching loop, a thin skin around `SchedulerCore`.
+
+    plan -> bind -> launch -> (the runner works) -> commit -> deliver
+
+One task does all of it, on the caller's event loop (asyncio); the runner's work is done in the launch thread.  With two
+steps in flight the next one is planned and launched while one runs.  The engine starts no process, installs no signal
+handler and touches nothing global.
+"""
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.abc
+import structlog
+
+from kvloom.scheduler.config import ModelLimits, SchedulerConfig
+from kvloom.scheduler.core import SchedulerCore
+from kvloom.scheduler.errors import Draining, EngineFailed, QueueFull, Rejected
+from kvloom.scheduler.intake import Prompt, as_prompt
+from kvloom.scheduler.launch import Launcher
+from kvloom.scheduler.ports import Clock, Observer
+from kvloom.scheduler.request import FinishReason, Request
+from kvloom.scheduler.sampling_params import SamplingParams
+from kvloom.scheduler.status import EngineState, EngineStatistics
+from kvloom.scheduler.step_loop import EngineMemory, Runner, StepLoop
+from kvloom.scheduler.streams import Result, TokenStream
+
+_WATCH_SECONDS = 0.05  # how often deadlines and stalls are looked at while a step is out
+_LEAVE_SECONDS = 1.0  # how long leaving waits for steps that are still out
+
+
+class Engine:
+    """Continuous batching over a runner and the memory that was made for it.
+
+        async with Engine(runner, memory, SchedulerConfig(max_running=64)) as engine:
+            async with engine.open(prompt_ids, SamplingParams(max_new_tokens=64)) as stream:
+                async for delta in stream: ...
+
+    Used on the event loop it was entered on.  Leaving the `async with` ends what is still live with
+    `FinishReason.SHUTDOWN`; call `drain` first to let it finish.
+    """
+
+    def __init__(
+        self, runner: Runner, memory: EngineMemory, config: SchedulerConfig | None = None, *, clock: Clock = time.monotonic
+    ) -> None:
+        self._runner = runner
+        self._memory = memory
+        self._config = config or SchedulerConfig()
+        self._clock = clock
+        spec = runner.spec
+        self._core = SchedulerCore(memory, self._config, ModelLimits(spec.vocab_size, spec.max_seq, spec.eos_ids))
+        self._loop = StepLoop(self._core, memory, self._config, clock, self._after_turn)
+        self._state = EngineState.STARTING
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._idle = anyio.Event()
+        self._work = anyio.Event()
+        self._places: deque[anyio.Event] = deque()  # those who wait for a place in the queue, first come first
+        self._seed = secrets.randbits(62) if self._config.seed is None else self._config.seed
+        self._requests = 0
+        self._thread = 0
+        self._snapshot: EngineStatistics | None = None
+        self._log = structlog.get_logger("kvloom.engine")
+
+    # ---- life ----
+
+    async def __aenter__(self) -> Self:
+        """Attach the pools, warm the runner up (in a thread), start the loop."""
+        if self._tasks is not None:
+            raise Draining("an engine is entered once; make a new one")
+        self._thread = threading.get_ident()
+        self._runner.attach(self._memory.pools)
+        await anyio.to_thread.run_sync(self._runner.warmup, self._config.max_running, self._config.max_batch_tokens)
+        self._launcher = Launcher(
+            self._runner.forward,
+            self._loop.report,
+            max_rows=self._memory.max_rows,
+            device=self._runner.spec.device,
+            overlap=self._config.steps_in_flight_max > 1,
+        )
+        self._loop.launch_with(self._launcher.submit)
+        self._tasks = await anyio.create_task_group().__aenter__()
+        self._tasks.start_soon(self._loop.run, name="kvloom loop")
+        self._tasks.start_soon(self._watch, name="kvloom watch")
+        self._set_state(EngineState.RUNNING)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._tasks is not None
+        await self._stop()
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(None, None, None)
+        self._launcher.close()
+        self._runner.close()
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Take no new requests, let the live ones finish, then stop; those left after `timeout` seconds end.
+
+        They end with `FinishReason.SHUTDOWN`.  A second call, or one on a stopped engine, returns when the first has.
+        """
+        if self._state in (EngineState.RUNNING, EngineState.PAUSED):
+            self._set_state(EngineState.DRAINING)
+            self._grant_places(len(self._places))
+        with anyio.move_on_after(timeout):
+            while self._core.has_work and self._loop.failure is None:
+                await self._idle.wait()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        """End what is live and wait, not for long, until no step is out, so that all pages are back."""
+        if self._state is not EngineState.FAILED:
+            self._set_state(EngineState.STOPPED)
+        self._grant_places(len(self._places))
+        self._loop.end(lambda now: self._core.end_all(FinishReason.SHUTDOWN, now))
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_LEAVE_SECONDS):
+            while not self._loop.idle and self._loop.failure is None:
+                await self._idle.wait()
+        self._loop.give_up()
+        self._snapshot = self._take_snapshot()
+
+    # ---- requests ----
+
+    @asynccontextmanager
+    async def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        wait: bool = True,
+        cache_namespace: str = "",
+        metadata: Mapping[str, object] | None = None,
+    ) -> AsyncIterator[TokenStream]:
+        """A request, as a stream of its tokens; leaving the block aborts it if it has not ended.
+
+        deadline  seconds from now after which it ends with `FinishReason.DEADLINE`
+        wait      wait for a place in the queue; False: raise QueueFull
+
+        Raises a `Rejected` (InvalidRequest, DuplicateRequest, TooLong, NeverFits, QueueFull, Draining) or
+        EngineFailed; nothing has been queued then.
+        """
+        stream = TokenStream(request_id or f"kvloom-{self._requests}")
+        await self._place(wait)
+        now = self._clock()
+        params = params or SamplingParams()
+        try:
+            tokens = as_prompt(prompt)
+        except Rejected as error:
+            self._core.refuse(error)
+            raise
+        self._requests += 1
+        request = Request(
+            id=stream.request_id,
+            prompt=tokens,
+            params=params,
+            deadline=None if deadline is None else now + deadline,
+            seed=self._seed + self._requests if params.seed is None else params.seed,
+            cache_namespace=cache_namespace,
+            metadata=metadata or {},
+        )
+        self._core.add(request, now, stream)
+        self._loop.wake()
+        self._work.set()
+        try:
+            yield stream
+        finally:
+            if stream.final is None:
+                self.abort(request.id)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        wait: bool = True,
+    ) -> Result:
+        """The whole answer.  Raises as `open` does, and what went wrong when the request ended with an error."""
+        tokens: list[int] = []
+        async with self.open(prompt, params, request_id=request_id, deadline=deadline, wait=wait) as stream:
+            async for delta in stream:
+                tokens += delta.token_ids
+        final = stream.final
+        assert final is not None
+        if final.error is not None:
+            raise final.error
+        return Result(tokens, final.reason, final.usage, final.timings)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; nothing happens when no such request is live."""
+        self._loop.end(lambda now: self._core.abort(request_id, now))
+
+    async def _place(self, wait: bool) -> None:
+        """Wait for a place in the queue, behind those who wait already."""
+        self._require_open()
+        if not wait or not (self._core.queue_is_full or self._places):
+            return
+        turn = anyio.Event()
+        self._places.append(turn)
+        try:
+            await turn.wait()
+            while self._core.queue_is_full and self._state is EngineState.RUNNING:  # somebody who would not wait took it
+                turn = anyio.Event()
+                self._places.appendleft(turn)
+                await turn.wait()
+        except BaseException:
+            self._core.refuse(QueueFull("gave up waiting for a place", 0.0))
+            raise
+        finally:
+            if turn in self._places:
+                self._places.remove(turn)
+        self._require_open()
+
+    def _grant_places(self, count: int) -> None:
+        for _ in range(min(count, len(self._places))):
+            self._places.popleft().set()
+
+    def _require_open(self) -> None:
+        if self._loop.failure is not None:
+            raise EngineFailed(str(self._loop.failure)) from self._loop.failure.__cause__
+        if self._state is not EngineState.RUNNING:
+            error = Draining(f"the engine is {self._state}")
+            self._core.refuse(error)
+            raise error
+
+    # ---- what others can see ----
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine is in its life."""
+        return EngineState.FAILED if self._loop.failure is not None else self._state
+
+    @property
+    def failure(self) -> EngineFailed | None:
+        """Why the engine has failed, with the original cause chained."""
+        return self._loop.failure
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a step has been out for longer than `step_timeout`."""
+        return self._loop.stalled_seconds > 0
+
+    @property
+    def max_seq(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+        return self._runner.spec.max_seq
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell `observer` of every step and every end from now on."""
+        self._loop.observers.append(observer)
+
+    def statistics(self) -> EngineStatistics:
+        """One immutable picture, from any thread: of this moment on the engine's own, of the last turn on others."""
+        if self._snapshot is None or threading.get_ident() == self._thread:
+            return self._take_snapshot()
+        return self._snapshot
+
+    def _take_snapshot(self) -> EngineStatistics:
+        scheduler = self._core.statistics()
+        waiting_at = scheduler.oldest_waiting_at
+        return EngineStatistics(
+            state=self.state,
+            stalled=self.stalled,
+            scheduler=scheduler,
+            memory=self._memory.statistics(),
+            last_step_at=self._loop.last_step_at,
+            oldest_waiting_at=time.time() - (self._clock() - waiting_at) if waiting_at else 0.0,
+            errors=dict(self._loop.errors),
+        )
+
+    def _after_turn(self) -> None:
+        self._snapshot = self._take_snapshot()
+        if self._places:
+            self._grant_places(self._core.free_places)
+        if self._loop.idle:
+            self._idle.set()
+            self._idle = anyio.Event()
+
+    async def _watch(self) -> None:
+        """Deadlines and stalls, while a step is out and the loop has no turn; asleep when there is no work."""
+        reported = False
+        while True:
+            if not self._core.has_work:
+                self._work = anyio.Event()
+                await self._work.wait()
+            await anyio.sleep(_WATCH_SECONDS)
+            self._loop.end(self._core.expire)
+            if self.stalled != reported:
+                reported = self.stalled
+                self._log.error("step_stalled" if reported else "step_came_back", step_timeout=self._config.step_timeout)
+                self._snapshot = self._take_snapshot()
+
+    def _set_state(self, state: EngineState) -> None:
+        if state is not self._state:
+            self._log.info("engine_state", state=state.value, was=self._state.value)
+            self._state = state

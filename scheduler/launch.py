@@ -1,0 +1,177 @@
+"""Steps run off the event loop: one thread launches, another waits for the device.
+
+The launch thread calls the runner, samples if the runner gave logits, and never waits for the device, or the next
+launch would queue behind it.  Where results are on a device, a copy to pinned memory and an event are enqueued, and the
+wait thread blocks on the event (torch releases the interpreter lock there).  Threads are daemons: a runner that hangs
+does not keep the process alive.
+"""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from kvloom.scheduler.errors import BadStepResult, FatalRunnerError, RunnerFailed
+from kvloom.scheduler.plan import StepResult
+from kvloom.scheduler.runners.sampler import Sampler
+
+Outcome = StepResult | Exception
+
+
+class StepBatch(Protocol):
+    """The batch, as far as launching it is concerned."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def has_token_src(self) -> bool: ...
+    @property
+    def token_ids(self) -> torch.Tensor: ...
+    @property
+    def token_src(self) -> torch.Tensor: ...
+    @property
+    def row_slot(self) -> torch.Tensor: ...
+    @property
+    def sample_rows(self) -> torch.Tensor: ...
+    def replace_token_ids(self, token_ids: torch.Tensor) -> None: ...
+
+
+class Output(Protocol):
+    """A runner's answer."""
+
+    @property
+    def next_tokens(self) -> torch.Tensor | None: ...
+    @property
+    def logits(self) -> torch.Tensor | None: ...
+    @property
+    def row_errors(self) -> Mapping[int, Exception]: ...
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step whose tokens are on their way to the host; `ready` is None when they are there."""
+
+    tokens: torch.Tensor
+    ready: torch.cuda.Event | None
+    row_errors: Mapping[int, Exception]
+
+    def result(self) -> StepResult:
+        """Wait for the tokens."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return StepResult(self.tokens.numpy(), self.row_errors)
+
+
+class Launcher:
+    """Runs `forward` for one batch after the other and reports each outcome on the event loop, in order.
+
+    forward   the runner's; may be `async def`, and is then awaited on the event loop
+    report    called on the loop with the step and its result, or what went wrong (RunnerFailed, FatalRunnerError)
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Any], Any],
+        report: Callable[[int, Outcome], None],
+        *,
+        max_rows: int,
+        device: torch.device,
+        overlap: bool,
+    ) -> None:
+        self._forward = forward
+        self._report = report
+        self._loop = asyncio.get_running_loop()
+        self._sampler = Sampler()
+        # The newest token of each row, so that the next step can be launched before the host has seen it.
+        self._newest = torch.zeros(max_rows + 1, dtype=torch.int32, device=device) if overlap else None
+        self._batches: SimpleQueue[StepBatch | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[int, _Launched | Exception] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._launch_all, name="kvloom-launch", daemon=True)]
+        self._waits = device.type != "cpu"
+        if self._waits:
+            self._threads.append(threading.Thread(target=self._wait_all, name="kvloom-wait", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, batch: StepBatch) -> None:
+        """Queue a batch; its outcome is reported later."""
+        self._batches.put(batch)
+
+    def close(self) -> None:
+        """Let the threads end after what they are doing; does not wait for them."""
+        self._batches.put(None)
+
+    def _launch_all(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            launched: _Launched | Exception
+            try:
+                launched = self._launch(batch)
+            except Exception as error:  # noqa: BLE001 - whatever a runner raises is its step's outcome
+                launched = _as_failure(error)
+            if self._waits:  # failures too, so that outcomes are reported in order
+                self._launched.put((batch.step, launched))
+            else:
+                self._finish(batch.step, launched)
+        self._launched.put(None)
+
+    def _launch(self, batch: StepBatch) -> _Launched:
+        if batch.has_token_src and self._newest is not None:
+            source = batch.token_src
+            known = torch.where(source < 0, batch.token_ids, self._newest[source.clamp(min=0)])
+            batch.replace_token_ids(known)
+        output = self._forward(batch)
+        if inspect.isawaitable(output):
+            output = asyncio.run_coroutine_threadsafe(_awaited(output), self._loop).result()
+        tokens = self._tokens(output, batch)
+        if self._newest is not None and len(tokens) == len(batch.sample_rows):
+            self._newest[batch.row_slot[batch.sample_rows]] = tokens.to(torch.int32)
+        if not tokens.is_cuda:
+            return _Launched(tokens, None, output.row_errors)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return _Launched(host, ready, output.row_errors)
+
+    def _tokens(self, output: Output, batch: StepBatch) -> torch.Tensor:
+        if output.next_tokens is not None:
+            return output.next_tokens
+        if output.logits is None:
+            raise BadStepResult(f"step {batch.step}: the runner gave neither next_tokens nor logits")
+        if output.logits.ndim != 2 or len(output.logits) != len(batch.sample_rows):
+            shape = tuple(output.logits.shape)
+            raise BadStepResult(f"step {batch.step}: logits of shape {shape} for {len(batch.sample_rows)} sampled rows")
+        return self._sampler(output.logits, batch)
+
+    def _wait_all(self) -> None:
+        while (pending := self._launched.get()) is not None:
+            self._finish(*pending)
+
+    def _finish(self, step: int, launched: _Launched | Exception) -> None:
+        try:
+            outcome = launched if isinstance(launched, Exception) else launched.result()
+        except Exception as error:  # noqa: BLE001 - an error of the device surfaces here
+            outcome = _as_failure(error)
+        try:
+            self._loop.call_soon_threadsafe(self._report, step, outcome)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            return
+
+
+async def _awaited(awaitable: Any) -> Output:
+    output: Output = await awaitable
+    return output
+
+
+def _as_failure(error: Exception) -> Exception:
+    """What the step's requests are told: the runner's own words, with its exception as the cause."""
+    if isinstance(error, FatalRunnerError | BadStepResult):
+        return error
+    failure = RunnerFailed(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,84 @@
+"""What the core and the loop need from outside.
+
+`kvloom.allocator.KVMemory` meets `Memory` structurally: the two packages do not import each other.  The core deals in
+rows and token counts; which pages back them is the memory's own affair.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvloom.scheduler.plan import Committed, Plan
+from kvloom.scheduler.request import TokenArray
+
+IntArray = NDArray[np.int32]
+
+
+class Shortfall(Protocol):
+    """Why memory could not be reserved: a value, not an error."""
+
+    @property
+    def pool(self) -> str: ...
+    @property
+    def need(self) -> int: ...  # pages asked for
+    @property
+    def free(self) -> int: ...  # pages free now
+    @property
+    def evictable(self) -> int: ...  # pages the prefix cache could give back
+    @property
+    def fits(self) -> int: ...  # how many of the rows asked for, from the first on, would fit
+
+
+class Match(Protocol):
+    """A prefix found in the cache; holds nothing until it is admitted."""
+
+    @property
+    def tokens(self) -> int: ...  # whole pages only
+
+
+class Memory(Protocol):
+    """KV memory as the core sees it.  All or nothing: a verb that answers with a shortage has changed nothing."""
+
+    @property
+    def max_rows(self) -> int: ...
+    @property
+    def capacity_tokens(self) -> int: ...
+
+    def match(self, tokens: TokenArray, namespace: str) -> Match:
+        """The longest cached prefix of `tokens`.  Pure."""
+
+    def admit(self, match: Match, length: int, spare: int) -> int | None:
+        """Take a row and pages for `length` tokens, reusing `match`, if `spare` pages stay free.  None: not now."""
+
+    def reserve(self, rows: IntArray, lengths: IntArray) -> Shortfall | None:
+        """Let each row hold `lengths` tokens (never fewer than now).  None: done."""
+
+    def publish(self, rows: IntArray, lengths: IntArray) -> None:
+        """The first `lengths` tokens of each row have valid KV: whole pages may enter the prefix cache."""
+
+    def trim(self, rows: IntArray, lengths: IntArray) -> None:
+        """Give back pages left of the window of rows whose settled length is `lengths`."""
+
+    def release(self, rows: SequenceOf[int], fences: SequenceOf[int], reason: str) -> None:
+        """One free group: give back rows and their pages, each usable again once step `fences[i]` is settled."""
+
+    def settle(self, step: int) -> None:
+        """Step `step` is over: what waited for it is free."""
+
+
+class Clock(Protocol):
+    """Seconds that never go back."""
+
+    def __call__(self) -> float: ...
+
+
+class Observer(Protocol):
+    """Told after the fact; cannot change anything.  An exception in one is logged and counted, nothing more."""
+
+    def on_step(self, plan: Plan, committed: Committed, seconds: float) -> None:
+        """A step was committed or abandoned `seconds` after it was planned."""
+
+    def on_finished(self, committed: Committed, now: float) -> None:
+        """Requests ended (`committed.finished`), in a step or between steps."""

@@ -1,0 +1,230 @@
+"""The loop's working part: commit what has come back, plan and launch what comes next, hand over what was gained."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import anyio
+import structlog
+import torch
+
+from kvloom.scheduler.config import SchedulerConfig
+from kvloom.scheduler.core import SchedulerCore
+from kvloom.scheduler.errors import BadStepResult, EngineFailed, FatalRunnerError
+from kvloom.scheduler.launch import Outcome
+from kvloom.scheduler.plan import Committed, Plan
+from kvloom.scheduler.ports import Clock, Memory, Observer
+from kvloom.scheduler.request import Finished, FinishReason, Timings, Usage
+
+
+class RunnerSpec(Protocol):
+    """The part of a runner's spec that the loop reads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_seq(self) -> int: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Runner(Protocol):
+    """A `kvloom.scheduler.runners.ModelRunner`, without its types for batch and storage."""
+
+    @property
+    def spec(self) -> RunnerSpec: ...
+    @property
+    def attach(self) -> Callable[[Any], None]: ...
+    @property
+    def warmup(self) -> Callable[[int, int], None]: ...
+    @property
+    def forward(self) -> Callable[[Any], Any]: ...
+    @property
+    def close(self) -> Callable[[], None]: ...
+
+
+class EngineMemory(Memory, Protocol):
+    """What the loop needs of memory beside the core's verbs; `kvloom.allocator.KVMemory` is one."""
+
+    @property
+    def pools(self) -> Mapping[str, Any]: ...
+    def bind(self, plan: Plan) -> Any:
+        """The batch of a plan."""
+
+    def statistics(self) -> Any:
+        """An immutable report."""
+
+
+class StepLoop:
+    """Turns of the loop over one core.  `after_turn` is called at the end of each, when the state is whole again.
+
+    failure       why the loop has stopped for good, or None
+    errors        contained failures, by place
+    last_step_at  wall clock of the last commit, seconds since the epoch
+    """
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        memory: EngineMemory,
+        config: SchedulerConfig,
+        clock: Clock,
+        after_turn: Callable[[], None],
+    ) -> None:
+        self.core = core
+        self.observers: list[Observer] = []
+        self.errors: Counter[str] = Counter()
+        self.failure: EngineFailed | None = None
+        self.last_step_at = 0.0
+        self._memory = memory
+        self._config = config
+        self._clock = clock
+        self._after_turn = after_turn
+        self._woken = anyio.Event()
+        self._out: deque[tuple[Plan, float]] = deque()  # plans launched, with the time of planning
+        self._outcomes: deque[tuple[int, Outcome]] = deque()
+        self._gained: deque[tuple[Plan | None, Committed, float]] = deque()  # to be handed over, with seconds
+        self._failures_in_a_row = 0
+        self._log = structlog.get_logger("kvloom.engine")
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the oldest step out is over its time; 0 when none is."""
+        if not self._out:
+            return 0.0
+        return max(0.0, self._clock() - self._out[0][1] - self._config.step_timeout)
+
+    def launch_with(self, submit: Callable[[Any], None]) -> None:
+        """Where batches go; the outcome of each is to be told to `report`, in order."""
+        self._submit = submit
+
+    def wake(self) -> None:
+        """Something has changed: take a turn."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Take turns until cancelled or failed; never raises for a failure, which is in `failure` then."""
+        while self.failure is None:
+            self.turn()
+            await self._woken.wait()
+            self._woken = anyio.Event()
+
+    def end(self, ending: Callable[[float], Committed]) -> None:
+        """Carry out what ends requests between steps (an abort, deadlines) and deliver it; takes a turn after it."""
+        try:
+            committed = ending(self._clock())
+        except Exception as error:  # noqa: BLE001 - a defect of ours: all who wait are told
+            self.fail(error)
+            return
+        if committed.finished:
+            self._gained.append((None, committed, 0.0))
+            self._deliver()
+            self.wake()
+
+    def fail(self, cause: Exception) -> None:
+        """Stop for good: every live request ends with the cause, and every plan out is given up."""
+        if self.failure is not None:
+            return
+        self.failure = EngineFailed(f"the engine has failed: {type(cause).__name__}: {cause}")
+        self.failure.__cause__ = cause
+        self._log.error("engine_failed", cause=repr(cause))
+        now = self._clock()
+        try:
+            self._gained.append((None, self.core.end_all(FinishReason.ERROR, now, self.failure), 0.0))
+            self.give_up()
+        except Exception as error:  # noqa: BLE001 - the core is broken, but nobody may wait for ever
+            self._log.error("core_broken", cause=repr(error))
+            timings = Timings(arrived_at=now, finished_at=now)
+            orphans = [
+                (sequence, Finished(sequence.request.id, FinishReason.ERROR, Usage(0, 0), timings, self.failure))
+                for sequence in self.core.live
+            ]
+            self._gained.append((None, Committed(finished=orphans), 0.0))
+        self._deliver()
+        self._after_turn()
+
+    def give_up(self) -> None:
+        """Abandon the plans out, whose requests have all ended: their results will not be waited for."""
+        error = self.failure or FatalRunnerError("the engine has stopped")
+        while self._out:
+            plan, _ = self._out.popleft()
+            self.core.abandon(plan.step, error, self._clock())
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step is out."""
+        return not self._out
+
+    def turn(self) -> None:
+        """Settle what has come back, launch what can be, deliver what was gained."""
+        try:
+            now = self._clock()
+            while self._outcomes and self.failure is None:
+                self._settle(*self._outcomes.popleft(), now)
+            self._gained.append((None, self.core.expire(now), 0.0))
+            # The runner gets its next step before the streams get their tokens: it must not wait for them.
+            while self.failure is None and (plan := self.core.plan(now)) is not None:
+                self._out.append((plan, now))
+                self._submit(self._memory.bind(plan))
+        except Exception as error:  # noqa: BLE001 - a defect of ours or a lost device: all who wait are told
+            self.fail(error)
+        self._deliver()
+        self._after_turn()
+
+    def report(self, step: int, outcome: Outcome) -> None:
+        """The outcome of the oldest step launched; called on the event loop."""
+        self._outcomes.append((step, outcome))
+        self.wake()
+
+    def _settle(self, step: int, outcome: Outcome, now: float) -> None:
+        """Commit or abandon the oldest plan out."""
+        plan, planned_at = self._out[0]
+        if not isinstance(outcome, Exception):
+            try:
+                committed = self.core.commit(step, outcome, now)
+            except BadStepResult as error:
+                outcome = error
+            else:
+                self._failures_in_a_row = 0
+                self.errors["runner"] += len(outcome.row_errors)
+        if isinstance(outcome, Exception):
+            if isinstance(outcome, FatalRunnerError):
+                raise outcome
+            committed = self._abandon(step, outcome, now)
+        self._out.popleft()
+        self.last_step_at = time.time()
+        self._gained.append((plan, committed, now - planned_at))
+        if self._failures_in_a_row >= self._config.runner_failures_max:
+            assert isinstance(outcome, Exception)
+            self.fail(outcome)
+
+    def _abandon(self, step: int, error: Exception, now: float) -> Committed:
+        self._failures_in_a_row += 1
+        self.errors["runner"] += 1
+        self._log.warning("step_failed", step=step, cause=repr(error), in_a_row=self._failures_in_a_row)
+        return self.core.abandon(step, error, now)
+
+    def _deliver(self) -> None:
+        """Tokens first, then final events, then observers; in the order in which steps were committed."""
+        while self._gained:
+            plan, committed, seconds = self._gained.popleft()
+            for sequence, token in zip(committed.sequences, committed.tokens, strict=True):
+                sequence.sink.push(token)
+            for sequence, finished in committed.finished:
+                sequence.sink.finish(finished)
+            for observer in self.observers:
+                self._observe(observer, plan, committed, seconds)
+
+    def _observe(self, observer: Observer, plan: Plan | None, committed: Committed, seconds: float) -> None:
+        try:
+            if plan is not None:
+                observer.on_step(plan, committed, seconds)
+            if committed.finished:
+                observer.on_finished(committed, self._clock())
+        except Exception as error:  # noqa: BLE001 - an observer cannot hurt the loop
+            self.errors["hook"] += 1
+            if self.errors["hook"] == 1:
+                self._log.error("observer_failed", observer=type(observer).__name__, cause=repr(error))

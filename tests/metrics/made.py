@@ -1,0 +1,104 @@
+"""Statistics, steps and requests made by hand, with every number different from the others."""
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvloom.allocator.reports import MemoryStatistics, PoolStatistics
+from kvloom.scheduler.plan import Committed, Plan, SchedulerStatistics
+from kvloom.scheduler.request import Finished, FinishReason, Request, Sequence, Timings, Usage
+from kvloom.scheduler.status import EngineState, EngineStatistics
+
+Made = TypeVar("Made", Plan, Sequence)
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+IDLE_SCHEDULER = SchedulerStatistics(
+    waiting=0, preempted=0, prefilling=0, decoding=0, steps_in_flight=0, waiting_prompt_tokens=0, oldest_waiting_at=0.0,
+    received=0, rejected={}, finished={}, preemptions=0, prompt_tokens_computed=0, prompt_tokens_recomputed=0,
+    prompt_tokens_cached=0, output_tokens=0, wasted_tokens={}, steps={}, failed_steps=0,
+)  # fmt: skip
+BUSY_SCHEDULER = SchedulerStatistics(
+    waiting=5, preempted=2, prefilling=3, decoding=7, steps_in_flight=1, waiting_prompt_tokens=811,
+    oldest_waiting_at=12.5, received=60, rejected={"queue_full": 4, "too_long": 1},
+    finished={FinishReason.STOP: 20, FinishReason.LENGTH: 11, FinishReason.ABORT: 6, FinishReason.ERROR: 1},
+    preemptions=9, prompt_tokens_computed=4001, prompt_tokens_recomputed=302, prompt_tokens_cached=503,
+    output_tokens=2004, wasted_tokens={"preempted": 305, "aborted": 16},
+    steps={"prefill": 21, "decode": 212, "mixed": 33}, failed_steps=1,
+)  # fmt: skip
+
+
+def pool(name: str = "full", **changes: Any) -> PoolStatistics:
+    busy = PoolStatistics(
+        pool=name, page_size=16, capacity=100, free=41, held=30, cached=22, quarantined=7, peak_held=64, allocated=500,
+        freed={"finish": 400, "abort": 28, "preempt": 20}, failures=3, groups=38, sorts=2, slack_tokens=113,
+    )  # fmt: skip
+    return busy._replace(**changes)
+
+
+def memory(*pools: PoolStatistics, **changes: Any) -> MemoryStatistics:
+    by_name = {one.pool: one for one in pools or (pool(),)}
+    made = MemoryStatistics(
+        by_name, rows_capacity=16, rows_held=10, rows_quarantined=1, evicted={("full", "capacity"): 90}
+    )
+    return made._replace(**changes)
+
+
+def idle() -> EngineStatistics:
+    fresh = pool(free=100, held=0, cached=0, quarantined=0, peak_held=0, freed={}, groups=0, sorts=0, slack_tokens=0)
+    return EngineStatistics(EngineState.STARTING, False, IDLE_SCHEDULER, memory(fresh, evicted={}), 0.0, 0.0, {})
+
+
+def busy(**changes: Any) -> EngineStatistics:
+    made = EngineStatistics(
+        EngineState.RUNNING, False, BUSY_SCHEDULER, memory(), 1.7e9, 1.6e9, {"runner": 1, "emit": 2}
+    )
+    return made._replace(**changes)
+
+
+def plan(rows: int = 3, decode_rows: int = 2, step: int = 0) -> Plan:
+    numbers = np.arange(rows, dtype=np.int32)
+    return _only(Plan, step=step, rows=numbers, decode_rows=decode_rows, token_ids=numbers)
+
+
+def _only(kind: type[Made], **used: Any) -> Made:
+    """With these fields and the others empty: what the metrics never look at may change without us."""
+    names = (field.name for field in fields(kind))  # type: ignore[arg-type]
+    return kind(**{**dict.fromkeys(names), **used})
+
+
+def ended(
+    reason: FinishReason = FinishReason.STOP,
+    request_id: str = "r",
+    usage: Usage | None = None,
+    error: Exception | None = None,
+    **timings: Any,
+) -> tuple[Sequence, Finished]:
+    """A request that arrived at 100 and, unless said otherwise, was admitted at 101 and ended at 104."""
+    times = Timings(
+        **{"arrived_at": 100.0, "admitted_at": 101.0, "finished_at": 104.0, "queue_seconds": 1.0, **timings}
+    )
+    request = Request(id=request_id, prompt=np.array([4711, 4712], np.int32))
+    sequence = _only(Sequence, request=request)
+    return sequence, Finished(request_id, reason, usage or Usage(10, 5), times, error)
+
+
+def committed(*finished: tuple[Sequence, Finished], first: Any = (), gaps: Any = (), tokens: Any = ()) -> Committed:
+    return Committed((), tokens, finished, first, np.asarray(gaps, np.float64))
+
+
+def series(exposition: bytes) -> Series:
+    """Every sample of a scrape; fails when one is there twice."""
+    found: Series = {}
+    for family in text_string_to_metric_families(exposition.decode()):
+        for sample in family.samples:
+            key = (sample.name, frozenset(sample.labels.items()))
+            assert key not in found, f"{key} is exported twice"
+            found[key] = sample.value
+    return found
+
+
+def value(found: Series, name: str, **labels: str) -> float:
+    """One sample of the engine "0" of model "m", unless said otherwise."""
+    return found[name, frozenset({"engine": "0", "model": "m", **labels}.items())]
