@@ -16,8 +16,8 @@ from kvloom.allocator.pages import PageLedger
 from kvloom.allocator.per_token import TokenToKVPoolAllocator
 from kvloom.allocator.pools import KVCache, MHATokenToKVPool
 from kvloom.allocator.prefix import Match, NullPrefixCache, PrefixCache
-from kvloom.allocator.spec import PoolSpec
 from kvloom.allocator.reports import MemoryStatistics, PoolStatistics, Shortfall
+from kvloom.allocator.spec import PoolSpec
 from kvloom.allocator.table import RequestTable
 
 __all__ = [

@@ -18,8 +18,8 @@ from kvloom.allocator.indices import Ints, host_ints
 from kvloom.allocator.kernels import kernels_for
 from kvloom.allocator.pages import PageLedger
 from kvloom.allocator.pools.base import KVCache
-from kvloom.allocator.staging import Staging
 from kvloom.allocator.reports import PoolStatistics
+from kvloom.allocator.staging import Staging
 
 
 class BaseTokenToKVPoolAllocator(ABC):
@@ -141,6 +141,15 @@ class BaseTokenToKVPoolAllocator(ABC):
         wrong = (slots < first) | (slots > last)
         if wrong.any():
             raise ForeignPage(f"slots run from {first} to {last}; got {slots[wrong][:8].tolist()}")
+
+    @contextmanager
+    def _given_back_on_error(self, pages: NDArray[np.int32]) -> Iterator[None]:
+        """An upload or a launch that fails, for want of device memory say, takes no pages with it."""
+        try:
+            yield
+        except BaseException:
+            self.ledger.release(pages, reason="rollback")
+            raise
 
     def _to_tensor(self, slots: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(slots).to(self.device, self.index_dtype, non_blocking=True)

@@ -15,49 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
-FloatArray = NDArray[np.float32]
 BatchKind = Literal["decode", "prefill", "mixed"]
-
-
-class SamplingArrays(Protocol):
-    """How to choose the next token of each sampled row: arrays [S], same order as `sample_rows`."""
-
-    @property
-    def temperature(self) -> FloatArray: ...  # 0 is greedy
-    @property
-    def top_k(self) -> IntArray: ...  # 0 is off
-    @property
-    def top_p(self) -> FloatArray: ...  # 1 is off
-    @property
-    def min_p(self) -> FloatArray: ...  # 0 is off
-    @property
-    def uniform(self) -> FloatArray: ...  # in [0, 1): the row's random number of this step
-    @property
-    def penalties(self) -> "PenaltyArrays | None": ...  # None when no row has one
-
-
-class PenaltyArrays(Protocol):
-    """Penalties of the sampled rows [S], and the history of those whose first sampled step this is."""
-
-    @property
-    def repetition(self) -> FloatArray: ...  # 1 is off
-    @property
-    def presence(self) -> FloatArray: ...  # 0 is off
-    @property
-    def frequency(self) -> FloatArray: ...  # 0 is off
-    @property
-    def histories(self) -> Sequence["HistoryView"]: ...
-
-
-class HistoryView(Protocol):
-    """All tokens that a row knows when it is sampled for the first time since it was (re)admitted."""
-
-    @property
-    def row_slot(self) -> int: ...
-    @property
-    def prompt(self) -> IntArray: ...
-    @property
-    def outputs(self) -> IntArray: ...
 
 
 class NamesRequests(Protocol):
@@ -111,7 +69,7 @@ class Batch:
         out_loc: Mapping[str, torch.Tensor],
         page_table: Mapping[str, torch.Tensor] | None = None,
         has_token_src: bool = False,
-        sampling: SamplingArrays | None = None,
+        sampling: Any = None,
         names: NamesRequests,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
@@ -124,7 +82,8 @@ class Batch:
         # Per pool int32 [R, P >= pages of max_seq], page ids in order; behind a row's last page stands anything.
         self.page_table: Mapping[str, torch.Tensor] = page_table or {}
         self.has_token_src = has_token_src  # False: every token id is known on the host
-        self.sampling = sampling  # None: all rows are greedy
+        # How the sampled rows choose (`kvloom.scheduler.plan.Sampling`, passed through); None: all are greedy.
+        self.sampling = sampling
         self._names = names
         self._tensors = tensors if tensors is not None else {}  # what was uploaded with the step
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvloom.allocator.batch import HostArrays
 from kvloom.allocator.indices import page_count, spans, starts
-from kvloom.allocator.kernels import Kernels, kernels_for
+from kvloom.allocator.kernels import Kernels, kernels_for, warm_up
 from kvloom.allocator.staging import Staging
 from kvloom.allocator.table import RequestTable
 
@@ -63,6 +63,7 @@ class DeviceBinding:
         self._kernels = kernels
         self._device = device
         self._staging = Staging(device)
+        warm_up(device)  # nothing compiles while serving
 
     def slots(self, host: HostArrays, decode_rows: int, extra: dict[str, NDArray[Any]]) -> tuple[torch.Tensor, Tensors]:
         """See `Binding`.  Mutates the device's table."""

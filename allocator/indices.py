@@ -1,7 +1,9 @@
 """Callers' numbers, of whatever container, as host arrays; checked before anything is done with them."""
 
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvloom.allocator.errors import InvalidArgument
 
+IntT = TypeVar("IntT", np.int32, np.int64)
 Ints = Sequence[int] | NDArray[np.integer] | torch.Tensor
 
 
@@ -18,10 +21,11 @@ def host_ints(name: str, values: Ints) -> NDArray[np.int64]:
     Lists, numpy arrays and CPU tensors cost no synchronisation; a device tensor is copied to the host once.
     Raises InvalidArgument when they are not a flat row of whole numbers.
     """
-    if isinstance(values, torch.Tensor):
-        array: NDArray[np.generic] = values.detach().cpu().numpy()
-    else:
-        array = np.asarray(values)
+    array: NDArray[np.generic]
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError):  # a dtype that numpy does not know, or rows of different lengths
+        raise InvalidArgument(f"{name} must be a flat row of whole numbers, got {values!r}") from None
     if array.size == 0:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -29,9 +33,17 @@ def host_ints(name: str, values: Ints) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def page_count(tokens: NDArray[np.integer], page_size: int) -> NDArray[np.integer]:
+def whole(name: str, value: int) -> int:
+    """`value` as a plain int.  Raises InvalidArgument unless it is a whole number, of whatever make."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name}={value!r} is not a whole number") from None
+
+
+def page_count(tokens: NDArray[IntT], page_size: int) -> NDArray[IntT]:
     """Pages that hold `tokens` tokens, element by element."""
-    return -(-tokens // page_size)
+    return (tokens + (page_size - 1)) // page_size
 
 
 def starts(counts: NDArray[np.integer]) -> NDArray[np.int32]:
@@ -60,4 +72,6 @@ def constant(count: int, value: int) -> NDArray[np.int32]:
 def spans(first: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
     """first[0], first[0] + 1, .. (counts[0] of them), first[1], ..: int64 [sum(counts)]."""
     begins = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(first - begins, counts)
+    out = np.arange(int(counts.sum()), dtype=np.int64)
+    out += np.repeat(first - begins, counts)
+    return out

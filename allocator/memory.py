@@ -18,9 +18,9 @@ from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
 from kvloom.allocator.pools import KVCache, MHATokenToKVPool
 from kvloom.allocator.ports import HasSpec, StepPlan, TokenArray
 from kvloom.allocator.prefix import Match, NullPrefixCache, PrefixCache
+from kvloom.allocator.reports import MemoryStatistics, Shortfall
 from kvloom.allocator.rows import RowAllocator
 from kvloom.allocator.spec import PoolSpec
-from kvloom.allocator.reports import MemoryStatistics, Shortfall
 from kvloom.allocator.table import RequestTable, RowArray
 
 MAX_ROWS = 1024
@@ -67,7 +67,7 @@ class KVMemory:
             capacity_tokens, page_size, self.pool.dtype, self.device, storage, pool=self.pool.name
         )
         self.capacity_tokens = self.allocator.num_pages * page_size
-        longest = min(self.capacity_tokens, max_seq or self.capacity_tokens)
+        longest = self.capacity_tokens if max_seq is None else min(self.capacity_tokens, max_seq)
         self.table = RequestTable(max_rows, -(-longest // page_size), self.device)
         self._rows = RowAllocator(self.allocator.ledger, self.table)
         self._binding = binding_for(self.table, page_size, self.device)
@@ -107,10 +107,18 @@ class KVMemory:
         return self._prefix_cache.match(tokens, namespace)
 
     def admit(self, match: Match, length: int, spare: int = 0) -> int | None:
-        """A new row with pages for `length` tokens, if `spare` pages stay free; None, nothing changed, when not now."""
+        """A new row with pages for `length` tokens, if `spare` pages stay free; None, nothing changed, when not now.
+
+        Raises InvalidArgument when never, and changes nothing.
+        """
         if match.tokens:
             raise InvalidArgument("this memory cannot reuse a cached prefix yet")
-        if self._rows.pages_for(length) + spare > self.allocator.ledger.free_pages:
+        pages = self._rows.pages_for(length)
+        if length < 0 or spare < 0 or pages > self.table.max_pages:
+            raise InvalidArgument(
+                f"a row of {length} tokens with {spare} pages to spare; a row has at most {self.table.max_pages} pages"
+            )
+        if pages + spare > self.allocator.ledger.free_pages:
             return None
         row = self.table.open()
         if row is None:
@@ -121,7 +129,7 @@ class KVMemory:
         return row
 
     def reserve(self, rows: RowArray, lengths: RowArray) -> Shortfall | None:
-        """Let each of the distinct `rows` hold `lengths[i]` tokens (int32); None when done, else nothing has changed."""
+        """Let each of the distinct `rows` hold `lengths[i]` tokens (int32).  None: done; else nothing has changed."""
         return self._rows.reserve(rows, lengths, self._prefix_cache.evictable_pages)
 
     def publish(self, rows: RowArray, lengths: RowArray) -> None:
@@ -175,10 +183,13 @@ class KVMemory:
         )
 
     def check(self) -> None:
-        """Raise BrokenInvariant unless the books balance: every page in one state, every held page in its row's line."""
+        """Raise BrokenInvariant unless the books balance: one state per page, each held page in its row's line."""
         ledger = self.allocator.ledger
         ledger.check()
         self.table.check()
+        lengths, room = self.table.lengths, self.table.page_counts * np.int64(self.page_size)
+        if lengths.min() < 0 or (lengths > room).any():
+            raise BrokenInvariant("a row has reserved more tokens than its pages hold, or fewer than 0")
         pages, rows = self.table.pages_of(np.arange(self.table.max_rows, dtype=np.int32))
         if len(pages) != ledger.held_pages or not np.array_equal(ledger.holders_of(pages), rows):
             raise BrokenInvariant(

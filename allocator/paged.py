@@ -5,8 +5,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvloom.allocator.base import BaseTokenToKVPoolAllocator
-from kvloom.allocator.errors import InvalidArgument
-from kvloom.allocator.indices import Ints, host_ints, page_count, starts
+from kvloom.allocator.errors import ForeignPage, InvalidArgument
+from kvloom.allocator.indices import Ints, host_ints, page_count, starts, whole
+from kvloom.allocator.pages import CALLER
 
 
 class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
@@ -21,13 +22,15 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
         None when short, and nothing has changed.  Raises InvalidArgument unless a multiple of the page size from 0 up.
         """
+        need_size = whole("need_size", need_size)
         if need_size < 0 or need_size % self.page_size:
             raise InvalidArgument(f"need_size={need_size} is not a multiple of page_size={self.page_size} from 0 up")
         pages = self.ledger.take(need_size // self.page_size)
         if pages is None:
             return None
-        slots = pages.astype(np.int64)[:, None] * self.page_size + np.arange(self.page_size)
-        return self._to_tensor(slots.reshape(-1))
+        with self._given_back_on_error(pages):
+            slots = pages.astype(np.int64)[:, None] * self.page_size + np.arange(self.page_size)
+            return self._to_tensor(slots.reshape(-1))
 
     def alloc_extend(
         self, prefix_lens: Ints, seq_lens: Ints, last_loc: Ints, extend_num_tokens: int
@@ -36,37 +39,38 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
         last_loc[i] is the slot of the row's last token, -1 if none.  A row first fills its last page, then takes pages
         from the front of the free list, rows in order.  int64 [sum(seq_lens - prefix_lens)]; None when short, and
-        nothing has changed.  Raises InvalidArgument when the numbers contradict each other.
+        nothing has changed.  Raises InvalidArgument when the numbers contradict each other, ForeignPage for a
+        `last_loc` in a page that is not held.
         Lengths in device tensors are copied to the host once; on the host they cost no synchronisation.
         """
+        tokens = whole("extend_num_tokens", extend_num_tokens)
         prefix, seq = host_ints("prefix_lens", prefix_lens), host_ints("seq_lens", seq_lens)
-        grown = self._require_growth(prefix, seq, len(last_loc), extend_num_tokens)
+        grown = self._require_growth(prefix, seq, len(last_loc), tokens)
         self._require_last_loc(last_loc, prefix)
         need = page_count(seq, self.page_size) - page_count(prefix, self.page_size)
         pages = self.ledger.take(int(need.sum()))
         if pages is None:
             return None
-        out = torch.empty(extend_num_tokens, dtype=self.index_dtype, device=self.device)
-        if extend_num_tokens:
-            sent = self._staging.upload(
-                {
-                    "prefix": prefix.astype(np.int32),
-                    "seq": seq.astype(np.int32),
-                    "pages": pages,
-                    "page_start": starts(need),
-                    "token_start": starts(grown),
-                }
-            )
-            self._kernels.extend(
-                self._on_device(last_loc), *sent.values(), out=out, page_size=self.page_size
-            )  # fmt: skip
+        with self._given_back_on_error(pages):
+            out = torch.empty(tokens, dtype=self.index_dtype, device=self.device)
+            if tokens:
+                sent = self._staging.upload(
+                    {
+                        "prefix_lens": prefix.astype(np.int32),
+                        "seq_lens": seq.astype(np.int32),
+                        "new_pages": pages,
+                        "page_start": starts(need),
+                        "token_start": starts(grown),
+                    }
+                )
+                self._kernels.extend(self._on_device(last_loc), **sent, out=out, page_size=self.page_size)
         return out
 
     def alloc_decode(self, seq_lens: Ints, last_loc: Ints) -> torch.Tensor | None:
         """One slot per row: the one after `last_loc[i]`, or the first of a new page at a page boundary.
 
         `seq_lens` already count the new token.  int64 [N]; None when short, and nothing has changed.
-        Raises InvalidArgument when the numbers contradict each other.
+        Raises like `alloc_extend`.
         """
         seq = host_ints("seq_lens", seq_lens)
         self._require_growth(seq - 1, seq, len(last_loc), len(seq))
@@ -75,12 +79,13 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         pages = self.ledger.take(int(np.count_nonzero(crossing)))
         if pages is None:
             return None
-        out = torch.empty(len(seq), dtype=self.index_dtype, device=self.device)
-        if len(seq):
-            new_pages = np.zeros(len(seq), np.int32)
-            new_pages[crossing] = pages
-            sent = self._staging.upload({"new_pages": new_pages})
-            self._kernels.decode(self._on_device(last_loc), sent["new_pages"], out, self.page_size)
+        with self._given_back_on_error(pages):
+            out = torch.empty(len(seq), dtype=self.index_dtype, device=self.device)
+            if len(seq):
+                new_pages = np.zeros(len(seq), np.int32)
+                new_pages[crossing] = pages
+                sent = self._staging.upload({"new_pages": new_pages})
+                self._kernels.decode(self._on_device(last_loc), sent["new_pages"], out, self.page_size)
         return out
 
     def _require_growth(
@@ -100,7 +105,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return grown
 
     def _require_last_loc(self, last_loc: Ints, prefix: NDArray[np.int64]) -> None:
-        """Last slots that are on the host must stand where the lengths say; on the device they are trusted."""
+        """Last slots on the host must be held and stand where the lengths say; those on the device are trusted."""
         if isinstance(last_loc, torch.Tensor) and last_loc.device.type != "cpu":
             return
         last = host_ints("last_loc", last_loc)
@@ -108,6 +113,11 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             raise InvalidArgument(f"row {row} of {prefix[row]} tokens cannot end at slot {last[row]}")
+        ends = last[prefix > 0]
+        self._require_slots(ends)
+        loose = self.ledger.holders_of((ends // self.page_size).astype(np.int32)) != CALLER
+        if loose.any():
+            raise ForeignPage(f"rows end at slots {ends[loose][:8].tolist()}, whose pages nobody holds")
 
     def _on_device(self, values: Ints) -> torch.Tensor:
         if isinstance(values, torch.Tensor):

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvloom.allocator.errors import BrokenInvariant, DoubleFree, ForeignPage, InvalidArgument
-from kvloom.allocator.ring import PageArray, PageRing
+from kvloom.allocator.indices import whole
 from kvloom.allocator.reports import PoolStatistics
+from kvloom.allocator.ring import PageArray, PageRing
 
 FREE = -1
 QUARANTINED = -2
@@ -44,6 +45,8 @@ class PageLedger:
             raise InvalidArgument(f"pool {pool!r}: {pages} pages; at least 1 is needed")
         if pages >= 2**31 - 1:
             raise InvalidArgument(f"pool {pool!r}: {pages} pages; page ids are int32, at most {2**31 - 2}")
+        if page_size < 1:
+            raise InvalidArgument(f"pool {pool!r}: page_size={page_size} must be at least 1")
         self.pool = pool
         self.pages = pages
         self.page_size = page_size
@@ -83,10 +86,12 @@ class PageLedger:
     def take(self, count: int, holders: int | NDArray[np.int32] = CALLER) -> PageArray | None:
         """The first `count` free pages, int32, now held by `holders` (one for all, or one each); None when short.
 
-        Mutates nothing when short, except the count of failures.
+        Mutates nothing when short, except the count of failures.  Raises InvalidArgument and changes nothing.
         """
+        count = whole("count", count)
         if count < 0:
             raise InvalidArgument(f"pool {self.pool!r}: cannot take {count} pages")
+        self._require_holders(holders, count)
         if count > self.free_pages:
             self._failures += 1
             return None
@@ -96,8 +101,7 @@ class PageLedger:
         self._holder[pages] = holders
         self._held += count
         self._allocated += count
-        if self._held > self._peak_held:
-            self._peak_held = self._held
+        self._peak_held = max(self._peak_held, self._held)
         return pages
 
     def release(
@@ -116,7 +120,7 @@ class PageLedger:
         """
         if len(pages) == 0:
             return
-        self._require_held(pages, holders)
+        self._require_held_by(holders, pages)
         self._held -= len(pages)
         self._freed[reason] += len(pages)
         self._groups += 1
@@ -143,7 +147,9 @@ class PageLedger:
 
         The ids are copied here: what the caller does to its array afterwards changes nothing.
         """
-        self._require_held(pages, holders)
+        if len(pages) == 0:
+            return
+        self._require_held_by(holders, pages)
         self._holder[pages] = QUARANTINED
         self._held -= len(pages)
         self._quarantined += len(pages)
@@ -163,14 +169,14 @@ class PageLedger:
 
     def cache(self, pages: PageArray, holders: int | NDArray[np.int32]) -> None:
         """Distinct pages of `holders` now belong to the prefix cache.  Raises ForeignPage or DoubleFree."""
-        self._require_held(pages, holders)
+        self._require_held_by(holders, pages)
         self._holder[pages] = CACHED
         self._held -= len(pages)
         self._cached += len(pages)
 
     def evict(self, pages: PageArray) -> None:
         """Distinct pages of the prefix cache are free again.  Raises ForeignPage or DoubleFree."""
-        self._require_held(pages, CACHED)
+        self._require(CACHED, pages)
         self._cached -= len(pages)
         self._freed["evict"] += len(pages)
         self._to_free(pages, front=True)
@@ -179,6 +185,14 @@ class PageLedger:
         """Who has each page: a holder's number, or FREE, QUARANTINED, CACHED, DUMP.  Raises ForeignPage."""
         self._require_in_pool(pages)
         return self._holder[pages]
+
+    def distinct(self, pages: PageArray) -> PageArray:
+        """`pages` in order, each only where it comes first; O(pages).  Raises ForeignPage."""
+        self._require_in_pool(pages)
+        order = np.arange(len(pages), dtype=np.int32)
+        self._mark[pages[::-1]] = order[::-1]  # of several writes to one place the last one stays: the first here
+        first: NDArray[np.bool_] = self._mark[pages] == order
+        return pages[first]
 
     def free_list(self) -> PageArray:
         """All free pages in the order in which they would be taken without a merge, then the released ones; O(free)."""
@@ -204,20 +218,23 @@ class PageLedger:
 
     def check(self) -> None:
         """Raise BrokenInvariant unless every page is in exactly one state and the counts agree; O(pages)."""
-        listed = self.free_list()
-        parts = [np.empty(0, np.int32), *self._queued, *(pages for _, pages, _ in self._waiting)]
-        quarantined = np.concatenate(parts)
-        counts = {
-            "free": (int(np.count_nonzero(self._holder == FREE)), len(np.unique(listed)), len(listed)),
-            "quarantined": (int(np.count_nonzero(self._holder == QUARANTINED)), len(np.unique(quarantined)), self._quarantined),
-            "cached": (int(np.count_nonzero(self._holder == CACHED)), self._cached, self._cached),
-            "held": (int(np.count_nonzero(self._holder >= 0)), self._held, self._held),
+        waiting = [np.empty(0, np.int32), *self._queued, *(pages for _, pages, _ in self._waiting)]
+        for state, listed in ((FREE, self.free_list()), (QUARANTINED, np.concatenate(waiting))):
+            if not np.array_equal(np.sort(listed), np.flatnonzero(self._holder == state)):
+                raise BrokenInvariant(f"pool {self.pool!r}: the pages listed as {state} are not those in that state")
+        by_page = {
+            "held": (int(np.count_nonzero(self._holder >= 0)), self._held),
+            "cached": (int(np.count_nonzero(self._holder == CACHED)), self._cached),
+            "quarantined": (int(np.count_nonzero(self._holder == QUARANTINED)), self._quarantined),
+            "free": (int(np.count_nonzero(self._holder == FREE)), self.free_pages),
         }
-        wrong = {state: numbers for state, numbers in counts.items() if len(set(numbers)) != 1}
-        total = sum(numbers[2] for numbers in counts.values())
-        astray = np.any(self._holder[listed] != FREE) or np.any(self._holder[quarantined] != QUARANTINED)
-        if wrong or astray or total != self.pages or self._holder[0] != DUMP:
-            raise BrokenInvariant(f"pool {self.pool!r} of {self.pages} pages: (by page, distinct, counted) {counts}")
+        total = sum(counted for _, counted in by_page.values())
+        if (
+            any(pages != counted for pages, counted in by_page.values())
+            or total != self.pages
+            or self._holder[0] != DUMP
+        ):
+            raise BrokenInvariant(f"pool {self.pool!r} of {self.pages} pages: (by page, counted) {by_page}")
 
     def _to_free(self, pages: PageArray, front: bool) -> None:
         self._holder[pages] = FREE
@@ -239,8 +256,21 @@ class PageLedger:
             wrong = pages[(pages < 1) | (pages > self.pages)]
             raise ForeignPage(f"pool {self.pool!r} has pages 1 to {self.pages}; got {wrong[:8].tolist()}")
 
-    def _require_held(self, pages: PageArray, holders: int | NDArray[np.int32]) -> None:
+    def _require_holders(self, holders: int | NDArray[np.int32], count: int) -> None:
+        """Raise InvalidArgument unless `holders` is the number of a holder, or `count` of them."""
+        if isinstance(holders, np.ndarray):
+            if holders.shape != (count,) or (count and holders.min() < 0):
+                raise InvalidArgument(f"pool {self.pool!r}: {count} pages, holders {holders[:8].tolist()}")
+        elif holders < 0:
+            raise InvalidArgument(f"pool {self.pool!r}: holder {holders}; holders are numbers from 0 up")
+
+    def _require_held_by(self, holders: int | NDArray[np.int32], pages: PageArray) -> None:
         """Each page is held by its holder, and none is named twice."""
+        self._require_holders(holders, len(pages))
+        self._require(holders, pages)
+
+    def _require(self, holders: int | NDArray[np.int32], pages: PageArray) -> None:
+        """The same; `holders` may be a state."""
         self._require_in_pool(pages)
         wrong = self._holder[pages] != holders
         if wrong.any():

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 
 from kvloom.allocator.base import BaseTokenToKVPoolAllocator
 from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.indices import whole
 from kvloom.allocator.pools.base import KVCache
 
 
@@ -27,14 +28,18 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
         Raises InvalidArgument below 0.
         """
+        need_size = whole("need_size", need_size)
         if need_size < 0:
             raise InvalidArgument(f"cannot allocate {need_size} slots")
         slots = self.ledger.take(need_size)
-        return None if slots is None else self._to_tensor(slots.astype(np.int64))
+        if slots is None:
+            return None
+        with self._given_back_on_error(slots):
+            return self._to_tensor(slots.astype(np.int64))
 
     def _pages_of(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
         self._require_slots(slots)
-        return slots.astype(np.int32)
+        return self.ledger.distinct(slots.astype(np.int32))
 
     def _free_pages(self, pages: NDArray[np.int32]) -> None:
         self.ledger.release(pages, front=False)

@@ -1,11 +1,10 @@
 """What the memory reads of a scheduler's plan and of a runner: the shape of theirs, not their classes."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from kvloom.allocator.batch import SamplingArrays
 from kvloom.allocator.ring import PageArray
 from kvloom.allocator.spec import PoolSpec
 from kvloom.allocator.table import RowArray
@@ -35,7 +34,7 @@ class StepPlan(Protocol):
     @property
     def sample_rows(self) -> RowArray: ...
     @property
-    def sampling(self) -> SamplingArrays | None: ...
+    def sampling(self) -> Any: ...  # passed through to the batch
     @property
     def request_ids(self) -> Sequence[str]: ...
 

@@ -21,7 +21,8 @@ class PoolStatistics(NamedTuple):
     """The pages of one pool by state; free + held + cached + quarantined = capacity, always.
 
     `quarantined` pages are given back and wait for a step in flight that may still read them.  `allocated` counts
-    pages taken since start, `freed` pages given back, by reason: sum(freed) = allocated - held - cached.
+    pages taken since start, `freed` pages given back, by reason: sum(freed) = allocated - held - cached (what waits in
+    an open free group is neither held nor given back yet).
     """
 
     pool: str

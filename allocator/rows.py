@@ -26,7 +26,8 @@ class RowAllocator:
     def reserve(self, rows: RowArray, lengths: RowArray, evictable: int = 0) -> Shortfall | None:
         """Let each of the distinct `rows` hold at least `lengths[i]` tokens; None when done, else nothing has changed.
 
-        A row keeps the pages it has.  Raises InvalidArgument when a row would outgrow the table.
+        A row keeps the pages it has.  Raises InvalidArgument when a row would outgrow the table, or is none; DoubleFree
+        when one that needs pages is not in use, or named twice.
         """
         have = self.table.page_counts[rows]
         if not (lengths > have * self._page_size).any():
@@ -35,6 +36,7 @@ class RowAllocator:
         need = np.maximum(page_count(lengths, self._page_size) - have, 0)
         if int((have + need).max()) > self.table.max_pages:
             raise InvalidArgument(f"a row of {lengths.max()} tokens; the table has {self.table.max_pages} pages a row")
+        self.table.require_held(rows[need > 0])
         free = self.ledger.free_pages
         total = int(need.sum())
         pages = self.ledger.take(total, np.repeat(rows, need))
@@ -50,6 +52,8 @@ class RowAllocator:
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
         self.table.require_held(rows)
+        if len(fences) != len(rows):
+            raise InvalidArgument(f"{len(fences)} fences for {len(rows)} rows")
         by_row = np.asarray(fences, np.int64)
         for fence in sorted(set(fences)):
             pages, holders = self.table.pages_of(rows[by_row == fence])

@@ -18,7 +18,7 @@ _TORCH_DTYPES = {
 class Staging:
     """Blocks of pinned host memory, used in turn; a block is rewritten only after the device has consumed it.
 
-    On the CPU nothing is copied: the tensors share the arrays' memory.
+    On the CPU the tensors share the arrays' memory; only an array that is not to be written is copied.
     """
 
     def __init__(self, device: torch.device, blocks: int = 4) -> None:
@@ -33,7 +33,10 @@ class Staging:
         Never waits for the device unless it is `blocks` uploads behind.
         """
         if self.device.type == "cpu":
-            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+            return {
+                name: torch.from_numpy(array if array.flags.writeable else array.copy())
+                for name, array in arrays.items()
+            }
         offsets, total = self._layout(arrays)
         block = self._next_block(total)
         host = block.numpy()
@@ -41,7 +44,7 @@ class Staging:
             at = offsets[name]
             host[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
         sent = block[:total].to(self.device, non_blocking=True)
-        event = self._consumed[self._turn] = self._consumed[self._turn] or torch.cuda.Event()
+        event = self._consumed[self._turn] = self._consumed[self._turn] or torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return {
             name: sent[offsets[name] : offsets[name] + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
@@ -60,7 +63,7 @@ class Staging:
     def _next_block(self, nbytes: int) -> torch.Tensor:
         self._turn = (self._turn + 1) % len(self._blocks)
         event = self._consumed[self._turn]
-        if event is not None and not event.query():
+        if event is not None:  # waits only when the device is that far behind
             event.synchronize()
         block = self._blocks[self._turn]
         if block is None or block.numel() < nbytes:

@@ -43,7 +43,7 @@ class RequestTable:
             self.device_pages = torch.from_numpy(self.pages)
         else:
             self.device_pages = torch.zeros(self.pages.shape, dtype=torch.int32, device=device)
-        self._held = np.zeros(max_rows, np.bool_)
+        self._held: set[int] = set()
         self._free = list(range(max_rows - 1, -1, -1))  # a stack: low rows first
         self._waiting: list[tuple[int, int]] = []  # (fence, row)
         self._settled = -1
@@ -73,7 +73,7 @@ class RequestTable:
         if not self._free:
             return None
         row = self._free.pop()
-        self._held[row] = True
+        self._held.add(row)
         self.generations[row] += 1
         return row
 
@@ -92,13 +92,18 @@ class RequestTable:
         return pages, np.repeat(rows, counts)
 
     def close(self, rows: RowArray, fences: Sequence[int]) -> None:
-        """Give rows back, each free once step `fences[i]` is settled.  Raises DoubleFree and changes nothing."""
+        """Give rows back, each free once step `fences[i]` is settled.
+
+        Raises DoubleFree or InvalidArgument and changes nothing.
+        """
         self.require_held(rows)
+        if len(fences) != len(rows):
+            raise InvalidArgument(f"{len(fences)} fences for {len(rows)} rows")
         width = int(self.page_counts[rows].max(initial=0))
         self.pages[rows, :width] = 0
         self.page_counts[rows] = 0
         self.lengths[rows] = 0
-        self._held[rows] = False
+        self._held.difference_update(rows.tolist())
         for row, fence in zip(rows.tolist(), fences, strict=True):
             if fence <= self._settled:
                 self._free.append(row)
@@ -114,19 +119,24 @@ class RequestTable:
 
     def require_held(self, rows: RowArray) -> None:
         """Raise DoubleFree or InvalidArgument unless `rows` are distinct rows in use."""
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.max_rows):
+        named = set(rows.tolist())
+        if len(named) == len(rows) and named <= self._held:
+            return
+        if min(named) < 0 or max(named) >= self.max_rows:
             raise InvalidArgument(f"rows run from 0 to {self.max_rows - 1}; got {rows.tolist()[:8]}")
-        if len(set(rows.tolist())) != len(rows) or not self._held[rows].all():
-            raise DoubleFree(f"rows {rows.tolist()[:8]} are not all in use, or one is named twice")
+        raise DoubleFree(f"rows {rows.tolist()[:8]} are not all in use, or one is named twice")
 
     def slack_tokens(self, page_size: int) -> int:
         """Slots in held pages that no reserved token fills."""
         return int(self.page_counts.sum(dtype=np.int64)) * page_size - int(self.lengths.sum(dtype=np.int64))
 
     def check(self) -> None:
-        """Raise BrokenInvariant unless each row is free, held or waiting, and free rows have no pages."""
-        everyone = [*self._free, *(row for _, row in self._waiting), *np.flatnonzero(self._held).tolist()]
+        """Raise BrokenInvariant unless each row is free, held or waiting, and those that nobody holds are empty."""
+        everyone = [*self._free, *(row for _, row in self._waiting), *self._held]
         if sorted(everyone) != list(range(self.max_rows)):
             raise BrokenInvariant(f"rows are not each in one state: {len(everyone)} entries for {self.max_rows} rows")
-        if self.page_counts[:-1][~self._held].any() or self.pages[self.pad_row].any():
-            raise BrokenInvariant("a row that nobody holds has pages")
+        loose = sorted(set(range(self.max_rows + 1)) - self._held)  # the pad row too
+        if self.page_counts[loose].any() or self.lengths[loose].any() or self.pages[self.pad_row].any():
+            raise BrokenInvariant("a row that nobody holds has pages or tokens")
+        if self.page_counts.min() < 0 or self.page_counts.max() > self.max_pages:
+            raise BrokenInvariant(f"a row has fewer than 0 or more than {self.max_pages} pages")

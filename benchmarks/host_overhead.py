@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clock import Clock, now
-from kvloom.allocator import KVMemory
+from kvloom.allocator import Batch, KVMemory
 from kvloom.scheduler import Request, SamplingParams, SchedulerConfig, SchedulerCore, StepResult, TokenStream
+from kvloom.scheduler.board import Board
 from kvloom.scheduler.config import ModelLimits
 from kvloom.scheduler.runners import ToyRunner
 from kvloom.scheduler.step_loop import StepLoop
@@ -47,8 +48,10 @@ async def measure(running: int) -> dict[str, list[float]]:
     spec = runner.spec
     config = SchedulerConfig(max_running=running, max_batch_tokens=max(8192, running), prefill_chunk=PROMPT)
     core = SchedulerCore(memory, config, ModelLimits(spec.vocab_size, spec.max_seq, spec.eos_ids))
-    loop = StepLoop(core, memory, config, time.monotonic, after_turn=lambda: (core.statistics(), memory.statistics()))
-    batches: list[object] = []
+
+    board = Board(lambda: (core.statistics(), memory.statistics()), time.monotonic)  # as the engine does after a turn
+    loop = StepLoop(core, memory, config, time.monotonic, after_turn=board.refresh_if_due)
+    batches: list[Batch] = []
     loop.launch_with(batches.append)
     rng = np.random.default_rng(0)
     readers = []
@@ -64,9 +67,10 @@ async def measure(running: int) -> dict[str, list[float]]:
         loop.turn()
         spent = now() - start
         batch = batches.pop()
-        output = runner.forward(batch)  # type: ignore[arg-type]
-        loop.report(step, StepResult(output.next_tokens.numpy()))  # type: ignore[union-attr]
-        if step >= 60 and batch.kind == "decode":  # type: ignore[attr-defined]
+        output = runner.forward(batch)
+        assert output.next_tokens is not None
+        loop.report(step, StepResult(output.next_tokens.numpy()))
+        if step >= 60 and batch.kind == "decode":
             clock.add(total=spent)
     clock.flush()
     for reader in readers:

@@ -22,6 +22,7 @@ from kvloom.scheduler.errors import (
 )
 from kvloom.scheduler.plan import Committed, Plan, SchedulerStatistics, StepResult
 from kvloom.scheduler.request import Finished, FinishReason, Request, Timings, Usage
+from kvloom.scheduler.sampler import Sampler
 from kvloom.scheduler.sampling_params import SamplingParams
 from kvloom.scheduler.status import EngineState, EngineStatistics
 from kvloom.scheduler.streams import Delta, Result, TokenStream
@@ -51,6 +52,7 @@ __all__ = [
     "Request",
     "Result",
     "RunnerFailed",
+    "Sampler",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerCore",
@@ -59,5 +61,6 @@ __all__ = [
     "StepResult",
     "Timings",
     "TokenStream",
+    "TooLong",
     "Usage",
 ]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvloom.scheduler.errors import InvalidConfig
+from kvloom.scheduler.sampling_params import SEED_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class SchedulerConfig:
                 raise InvalidConfig(f"{name}={value!r} must be a whole number from 1 up")
         if self.steps_in_flight_max not in (1, 2):
             raise InvalidConfig(f"steps_in_flight_max={self.steps_in_flight_max!r} must be 1 or 2")
+        if self.seed is not None and (not isinstance(self.seed, int) or not -SEED_MAX - 1 <= self.seed <= SEED_MAX):
+            raise InvalidConfig(f"seed={self.seed!r} must be None or a whole number of 64 bits")
         if not self.step_timeout > 0:
             raise InvalidConfig(f"step_timeout={self.step_timeout!r} must be above 0 seconds")
         if self.max_batch_tokens < self.max_running:

@@ -82,17 +82,15 @@ class SchedulerCore:
     def add(self, request: Request, now: float, sink: object = None) -> Sequence:
         """Queue a request; `sink` comes back with everything that concerns it.
 
-        Raises DuplicateRequest, QueueFull, InvalidRequest, TooLong or NeverFits: counted, and nothing else changed.
+        Raises DuplicateRequest, QueueFull, InvalidRequest, TooLong or NeverFits, and has changed nothing then; whoever
+        turns the caller away counts it with `refuse`.
         """
-        try:
-            max_new = output_limit(request, self._limits, self._memory.capacity_tokens)
-            if request.id in self._roster.live:
-                raise DuplicateRequest(f"request id {request.id!r} is in use")
-            if self.queue_is_full:
-                raise QueueFull(f"all {self._config.max_waiting} places in the queue are taken", self._roster.retry_after(now))
-        except Rejected as error:
-            self.refuse(error)
-            raise
+        max_new = output_limit(request, self._limits, self._memory.capacity_tokens)
+        if request.id in self._roster.live:
+            raise DuplicateRequest(f"request id {request.id!r} is in use")
+        if self.queue_is_full:
+            places = self._config.max_waiting
+            raise QueueFull(f"all {places} places in the queue are taken", self._roster.retry_after(now))
         return self._roster.queue(request, max_new, now, sink)
 
     def refuse(self, error: Rejected) -> None:
@@ -138,7 +136,7 @@ class SchedulerCore:
         can still be committed or abandoned.
         """
         plan = self._oldest(step)
-        tokens = checked_tokens(plan, result, self._limits.vocab_size)
+        tokens = checked_tokens(plan, result, self._limits.vocab_size, self._rows.alive)
         rows, sampled = self._rows, plan.sample_rows
         self._close(plan)
         failed = self._fail_rows(plan, result, now)

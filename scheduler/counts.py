@@ -23,7 +23,7 @@ class Counts:
         self.failed_steps = 0
 
     def prefilled(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Tokens `start` to `stop` of a sequence were planned; what was planned before, or is output, is work done twice.
+        """Tokens `start` to `stop` of a sequence were planned; those planned before, and outputs, are work done twice.
 
         Mutates `sequence.prefilled`.
         """

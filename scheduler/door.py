@@ -1,10 +1,13 @@
 """What is checked before a request is queued, so that nothing can fail for it, or for others, inside a step."""
 
+import math
+
 import numpy as np
 
 from kvloom.scheduler.config import ModelLimits
 from kvloom.scheduler.errors import InvalidRequest, NeverFits, TooLong
 from kvloom.scheduler.request import Request
+from kvloom.scheduler.sampling_params import SEED_MAX
 
 
 def output_limit(request: Request, limits: ModelLimits, capacity_tokens: int) -> int:
@@ -23,8 +26,14 @@ def output_limit(request: Request, limits: ModelLimits, capacity_tokens: int) ->
         raise InvalidRequest("prompt", f"token ids run from 0 to {limits.vocab_size - 1}; got {wrong[:8].tolist()}")
     if any(token >= limits.vocab_size for token in params.stop_token_ids):
         raise InvalidRequest("stop_token_ids", f"token ids run from 0 to {limits.vocab_size - 1}")
+    if not -SEED_MAX - 1 <= request.seed <= SEED_MAX:
+        raise InvalidRequest("seed", f"{request.seed!r} is no number of 64 bits")
+    if request.deadline is not None and math.isnan(request.deadline):
+        raise InvalidRequest("deadline", "is not a number of seconds")
     if len(prompt) >= limits.max_seq:
-        raise TooLong(f"prompt of {len(prompt)} tokens; the model's context of {limits.max_seq} leaves no room for a token")
+        raise TooLong(
+            f"prompt of {len(prompt)} tokens; the model's context of {limits.max_seq} leaves no room for a token"
+        )
     if len(prompt) > capacity_tokens:
         raise NeverFits(f"prompt of {len(prompt)} tokens; the KV pool holds {capacity_tokens}")
     room = min(limits.max_seq - len(prompt), capacity_tokens - len(prompt) + 1)

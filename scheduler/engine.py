@@ -8,9 +8,7 @@ handler and touches nothing global.
 """
 
 import secrets
-import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -20,13 +18,15 @@ import anyio
 import anyio.abc
 import structlog
 
+from kvloom.scheduler.board import Board
 from kvloom.scheduler.config import ModelLimits, SchedulerConfig
 from kvloom.scheduler.core import SchedulerCore
-from kvloom.scheduler.errors import Draining, EngineFailed, QueueFull, Rejected
-from kvloom.scheduler.intake import Prompt, as_prompt
+from kvloom.scheduler.errors import Draining, EngineFailed, QueueFull, Rejected, SchedulerError
+from kvloom.scheduler.intake import Intake, Prompt
 from kvloom.scheduler.launch import Launcher
+from kvloom.scheduler.places import QueuePlaces
 from kvloom.scheduler.ports import Clock, Observer
-from kvloom.scheduler.request import FinishReason, Request
+from kvloom.scheduler.request import FinishReason
 from kvloom.scheduler.sampling_params import SamplingParams
 from kvloom.scheduler.status import EngineState, EngineStatistics
 from kvloom.scheduler.step_loop import EngineMemory, Runner, StepLoop
@@ -48,7 +48,12 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, memory: EngineMemory, config: SchedulerConfig | None = None, *, clock: Clock = time.monotonic
+        self,
+        runner: Runner,
+        memory: EngineMemory,
+        config: SchedulerConfig | None = None,
+        *,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._runner = runner
         self._memory = memory
@@ -61,11 +66,9 @@ class Engine:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._idle = anyio.Event()
         self._work = anyio.Event()
-        self._places: deque[anyio.Event] = deque()  # those who wait for a place in the queue, first come first
-        self._seed = secrets.randbits(62) if self._config.seed is None else self._config.seed
-        self._requests = 0
-        self._thread = 0
-        self._snapshot: EngineStatistics | None = None
+        self._places = QueuePlaces(lambda: self._core.queue_is_full and self._state is EngineState.RUNNING)
+        self._intake = Intake(secrets.randbits(62) if self._config.seed is None else self._config.seed)
+        self._board = Board(self._take_picture, clock)
         self._log = structlog.get_logger("kvloom.engine")
 
     # ---- life ----
@@ -74,13 +77,14 @@ class Engine:
         """Attach the pools, warm the runner up (in a thread), start the loop."""
         if self._tasks is not None:
             raise Draining("an engine is entered once; make a new one")
-        self._thread = threading.get_ident()
+        self._board = Board(self._take_picture, self._clock)  # this thread's from here on
         self._runner.attach(self._memory.pools)
         await anyio.to_thread.run_sync(self._runner.warmup, self._config.max_running, self._config.max_batch_tokens)
         self._launcher = Launcher(
             self._runner.forward,
             self._loop.report,
             max_rows=self._memory.max_rows,
+            vocab_size=self._runner.spec.vocab_size,
             device=self._runner.spec.device,
             overlap=self._config.steps_in_flight_max > 1,
         )
@@ -88,7 +92,7 @@ class Engine:
         self._tasks = await anyio.create_task_group().__aenter__()
         self._tasks.start_soon(self._loop.run, name="kvloom loop")
         self._tasks.start_soon(self._watch, name="kvloom watch")
-        self._set_state(EngineState.RUNNING)
+        self._state = EngineState.RUNNING
         return self
 
     async def __aexit__(
@@ -107,8 +111,8 @@ class Engine:
         They end with `FinishReason.SHUTDOWN`.  A second call, or one on a stopped engine, returns when the first has.
         """
         if self._state in (EngineState.RUNNING, EngineState.PAUSED):
-            self._set_state(EngineState.DRAINING)
-            self._grant_places(len(self._places))
+            self._state = EngineState.DRAINING
+            self._places.grant(len(self._places))
         with anyio.move_on_after(timeout):
             while self._core.has_work and self._loop.failure is None:
                 await self._idle.wait()
@@ -117,14 +121,14 @@ class Engine:
     async def _stop(self) -> None:
         """End what is live and wait, not for long, until no step is out, so that all pages are back."""
         if self._state is not EngineState.FAILED:
-            self._set_state(EngineState.STOPPED)
-        self._grant_places(len(self._places))
+            self._state = EngineState.STOPPED
+        self._places.grant(len(self._places))
         self._loop.end(lambda now: self._core.end_all(FinishReason.SHUTDOWN, now))
         with anyio.CancelScope(shield=True), anyio.move_on_after(_LEAVE_SECONDS):
             while not self._loop.idle and self._loop.failure is None:
                 await self._idle.wait()
         self._loop.give_up()
-        self._snapshot = self._take_snapshot()
+        self._board.refresh()
 
     # ---- requests ----
 
@@ -148,33 +152,30 @@ class Engine:
         Raises a `Rejected` (InvalidRequest, DuplicateRequest, TooLong, NeverFits, QueueFull, Draining) or
         EngineFailed; nothing has been queued then.
         """
-        stream = TokenStream(request_id or f"kvloom-{self._requests}")
-        await self._place(wait)
-        now = self._clock()
-        params = params or SamplingParams()
+        ends_at = None if deadline is None else self._clock() + deadline  # waiting for a place counts
         try:
-            tokens = as_prompt(prompt)
-        except Rejected as error:
-            self._core.refuse(error)
+            await self._place(wait)
+            now = self._clock()
+            request = self._intake.request(
+                prompt,
+                params,
+                request_id=request_id,
+                deadline=ends_at,
+                cache_namespace=cache_namespace,
+                metadata=metadata,
+            )
+            stream = TokenStream(request.id)
+            self._core.add(request, now, stream)
+        except SchedulerError as error:
+            self._refused(error)
             raise
-        self._requests += 1
-        request = Request(
-            id=stream.request_id,
-            prompt=tokens,
-            params=params,
-            deadline=None if deadline is None else now + deadline,
-            seed=self._seed + self._requests if params.seed is None else params.seed,
-            cache_namespace=cache_namespace,
-            metadata=metadata or {},
-        )
-        self._core.add(request, now, stream)
         self._loop.wake()
         self._work.set()
         try:
             yield stream
         finally:
             if stream.final is None:
-                self.abort(request.id)
+                self.abort(stream.request_id)
 
     async def generate(
         self,
@@ -200,38 +201,30 @@ class Engine:
         """End a request now; nothing happens when no such request is live."""
         self._loop.end(lambda now: self._core.abort(request_id, now))
 
-    async def _place(self, wait: bool) -> None:
-        """Wait for a place in the queue, behind those who wait already."""
-        self._require_open()
-        if not wait or not (self._core.queue_is_full or self._places):
-            return
-        turn = anyio.Event()
-        self._places.append(turn)
-        try:
-            await turn.wait()
-            while self._core.queue_is_full and self._state is EngineState.RUNNING:  # somebody who would not wait took it
-                turn = anyio.Event()
-                self._places.appendleft(turn)
-                await turn.wait()
-        except BaseException:
-            self._core.refuse(QueueFull("gave up waiting for a place", 0.0))
-            raise
-        finally:
-            if turn in self._places:
-                self._places.remove(turn)
-        self._require_open()
+    def _refused(self, error: SchedulerError) -> None:
+        """Count a refusal; the loop may be asleep, it shows all the same."""
+        if isinstance(error, EngineFailed):
+            error = Draining(str(error))
+        if isinstance(error, Rejected):
+            self._core.refuse(error)
+        self._board.refresh()
 
-    def _grant_places(self, count: int) -> None:
-        for _ in range(min(count, len(self._places))):
-            self._places.popleft().set()
+    async def _place(self, wait: bool) -> None:
+        """Be allowed in: the engine is open and, if the caller waits, there is a place in the queue."""
+        self._require_open()
+        if wait:
+            try:
+                await self._places.wait()
+            except BaseException:
+                self._refused(QueueFull("gave up waiting for a place", 0.0))
+                raise
+            self._require_open()
 
     def _require_open(self) -> None:
         if self._loop.failure is not None:
             raise EngineFailed(str(self._loop.failure)) from self._loop.failure.__cause__
         if self._state is not EngineState.RUNNING:
-            error = Draining(f"the engine is {self._state}")
-            self._core.refuse(error)
-            raise error
+            raise Draining(f"the engine is {self._state}")
 
     # ---- what others can see ----
 
@@ -260,12 +253,10 @@ class Engine:
         self._loop.observers.append(observer)
 
     def statistics(self) -> EngineStatistics:
-        """One immutable picture, from any thread: of this moment on the engine's own, of the last turn on others."""
-        if self._snapshot is None or threading.get_ident() == self._thread:
-            return self._take_snapshot()
-        return self._snapshot
+        """One immutable picture, from any thread: of this moment on the engine's own, see `Board` on others."""
+        return self._board.read()
 
-    def _take_snapshot(self) -> EngineStatistics:
+    def _take_picture(self) -> EngineStatistics:
         scheduler = self._core.statistics()
         waiting_at = scheduler.oldest_waiting_at
         return EngineStatistics(
@@ -279,9 +270,12 @@ class Engine:
         )
 
     def _after_turn(self) -> None:
-        self._snapshot = self._take_snapshot()
-        if self._places:
-            self._grant_places(self._core.free_places)
+        if self._loop.idle:
+            self._board.refresh()
+        else:
+            self._board.refresh_if_due()
+        if len(self._places):
+            self._places.grant(self._core.free_places)
         if self._loop.idle:
             self._idle.set()
             self._idle = anyio.Event()
@@ -297,10 +291,7 @@ class Engine:
             self._loop.end(self._core.expire)
             if self.stalled != reported:
                 reported = self.stalled
-                self._log.error("step_stalled" if reported else "step_came_back", step_timeout=self._config.step_timeout)
-                self._snapshot = self._take_snapshot()
-
-    def _set_state(self, state: EngineState) -> None:
-        if state is not self._state:
-            self._log.info("engine_state", state=state.value, was=self._state.value)
-            self._state = state
+                self._log.error(
+                    "step_stalled" if reported else "step_came_back", step_timeout=self._config.step_timeout
+                )
+                self._board.refresh()

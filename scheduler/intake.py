@@ -1,12 +1,13 @@
 """From what a caller passes to a `Request`."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping, Sequence as SequenceOf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvloom.scheduler.errors import InvalidRequest
-from kvloom.scheduler.request import TokenArray
+from kvloom.scheduler.request import Request, TokenArray
+from kvloom.scheduler.sampling_params import SamplingParams
 
 Prompt = SequenceOf[int] | NDArray[np.integer]
 
@@ -28,3 +29,38 @@ def as_prompt(values: Prompt) -> TokenArray:
     if low < 0 or high >= 2**31:
         raise InvalidRequest("prompt", f"token ids from {low} to {high}; they cannot be below 0 or above {2**31 - 1}")
     return array.astype(np.int32)
+
+
+class Intake:
+    """Makes requests; those that bring no id or no seed get one, the seeds from `seed` on."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._made = 0
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        request_id: str | None,
+        deadline: float | None,
+        cache_namespace: str,
+        metadata: Mapping[str, object] | None,
+    ) -> Request:
+        """The request as the core wants it, `deadline` absolute.  Raises InvalidRequest."""
+        self._made += 1
+        params = params or SamplingParams()
+        return Request(
+            id=request_id or f"kvloom-{self._made}",
+            prompt=as_prompt(prompt),
+            params=params,
+            deadline=deadline,
+            seed=_in_64_bits(self._seed + self._made) if params.seed is None else params.seed,
+            cache_namespace=cache_namespace,
+            metadata=metadata or {},
+        )
+
+
+def _in_64_bits(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63

@@ -18,12 +18,12 @@ import torch
 
 from kvloom.scheduler.errors import BadStepResult, FatalRunnerError, RunnerFailed
 from kvloom.scheduler.plan import StepResult
-from kvloom.scheduler.runners.sampler import Sampler
+from kvloom.scheduler.sampler import SampledBatch, Sampler
 
 Outcome = StepResult | Exception
 
 
-class StepBatch(Protocol):
+class StepBatch(SampledBatch, Protocol):
     """The batch, as far as launching it is concerned."""
 
     @property
@@ -38,7 +38,8 @@ class StepBatch(Protocol):
     def row_slot(self) -> torch.Tensor: ...
     @property
     def sample_rows(self) -> torch.Tensor: ...
-    def replace_token_ids(self, token_ids: torch.Tensor) -> None: ...
+    def replace_token_ids(self, token_ids: torch.Tensor) -> None:
+        """Put the completed token ids in place."""
 
 
 class Output(Protocol):
@@ -64,7 +65,9 @@ class _Launched:
         """Wait for the tokens."""
         if self.ready is not None:
             self.ready.synchronize()
-        return StepResult(self.tokens.numpy(), self.row_errors)
+            return StepResult(self.tokens.numpy(), self.row_errors)
+        tokens = self.tokens.to("cpu", copy=True)  # the runner may use its buffer again for the next step
+        return StepResult(tokens.numpy(), self.row_errors)
 
 
 class Launcher:
@@ -72,6 +75,7 @@ class Launcher:
 
     forward   the runner's; may be `async def`, and is then awaited on the event loop
     report    called on the loop with the step and its result, or what went wrong (RunnerFailed, FatalRunnerError)
+    overlap   the next batch may be submitted before the outcome is known; it is given `token_src`'s tokens here
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Launcher:
         report: Callable[[int, Outcome], None],
         *,
         max_rows: int,
+        vocab_size: int,
         device: torch.device,
         overlap: bool,
     ) -> None:
@@ -89,6 +94,7 @@ class Launcher:
         self._sampler = Sampler()
         # The newest token of each row, so that the next step can be launched before the host has seen it.
         self._newest = torch.zeros(max_rows + 1, dtype=torch.int32, device=device) if overlap else None
+        self._last_token = vocab_size - 1
         self._batches: SimpleQueue[StepBatch | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[int, _Launched | Exception] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._launch_all, name="kvloom-launch", daemon=True)]
@@ -111,7 +117,7 @@ class Launcher:
             launched: _Launched | Exception
             try:
                 launched = self._launch(batch)
-            except Exception as error:  # noqa: BLE001 - whatever a runner raises is its step's outcome
+            except BaseException as error:  # whatever a runner raises is its step's outcome
                 launched = _as_failure(error)
             if self._waits:  # failures too, so that outcomes are reported in order
                 self._launched.put((batch.step, launched))
@@ -129,12 +135,14 @@ class Launcher:
             output = asyncio.run_coroutine_threadsafe(_awaited(output), self._loop).result()
         tokens = self._tokens(output, batch)
         if self._newest is not None and len(tokens) == len(batch.sample_rows):
-            self._newest[batch.row_slot[batch.sample_rows]] = tokens.to(torch.int32)
+            # A token outside the vocabulary fails its own step; it must not bring down the next one, which is for
+            # others too.
+            self._newest[batch.row_slot[batch.sample_rows]] = tokens.long().clamp(0, self._last_token).int()
         if not tokens.is_cuda:
             return _Launched(tokens, None, output.row_errors)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
-        ready = torch.cuda.Event()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         return _Launched(host, ready, output.row_errors)
 
@@ -155,7 +163,7 @@ class Launcher:
     def _finish(self, step: int, launched: _Launched | Exception) -> None:
         try:
             outcome = launched if isinstance(launched, Exception) else launched.result()
-        except Exception as error:  # noqa: BLE001 - an error of the device surfaces here
+        except Exception as error:  # an error of the device surfaces here
             outcome = _as_failure(error)
         try:
             self._loop.call_soon_threadsafe(self._report, step, outcome)
@@ -168,7 +176,7 @@ async def _awaited(awaitable: Any) -> Output:
     return output
 
 
-def _as_failure(error: Exception) -> Exception:
+def _as_failure(error: BaseException) -> Exception:
     """What the step's requests are told: the runner's own words, with its exception as the cause."""
     if isinstance(error, FatalRunnerError | BadStepResult):
         return error

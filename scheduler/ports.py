@@ -5,7 +5,7 @@ rows and token counts; which pages back them is the memory's own affair.
 """
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,8 @@ class Shortfall(Protocol):
     def fits(self) -> int: ...  # how many of the rows asked for, from the first on, would fit
 
 
-class Match(Protocol):
-    """A prefix found in the cache; holds nothing until it is admitted."""
-
-    @property
-    def tokens(self) -> int: ...  # whole pages only
+# A prefix found in the cache: the memory's own value, of which the core reads `tokens` (int) and hands it back.
+Match = Any
 
 
 class Memory(Protocol):
@@ -71,7 +68,8 @@ class Memory(Protocol):
 class Clock(Protocol):
     """Seconds that never go back."""
 
-    def __call__(self) -> float: ...
+    def __call__(self) -> float:
+        """Now."""
 
 
 class Observer(Protocol):

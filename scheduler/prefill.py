@@ -30,7 +30,7 @@ class Admission(NamedTuple):
 
 
 def continue_prefills(rows: Rows, budget: int, chunk: int) -> list[Chunk]:
-    """Chunks of prompts under way, oldest first, at most `chunk` tokens each and `budget` together.  Mutates nothing."""
+    """Chunks of prompts under way, oldest first, at most `chunk` tokens each, `budget` together.  Mutates nothing."""
     chunks = []
     for row in rows.prompts_under_way().tolist():
         if budget <= 0:

@@ -68,6 +68,7 @@ class Roster:
         self.live[request.id] = sequence
         self.waiting.push(sequence)
         if request.deadline is not None:
+            self._forget_ended()
             heapq.heappush(self._deadlines, (request.deadline, sequence.arrival, sequence))
         return sequence
 
@@ -79,9 +80,9 @@ class Roster:
         if sequence.admitted_at is None:
             sequence.admitted_at = now
             sequence.cached_tokens = match.tokens
+            self.counts.prompt_cached += match.tokens
         sequence.queue_seconds += now - sequence.queued_at
         sequence.row = row
-        self.counts.prompt_cached += match.tokens
         self._admissions.append(now)
         self.rows.enter(row, sequence, match.tokens)
 
@@ -128,6 +129,12 @@ class Roster:
         for reason, rows in self._leaving.items():
             self._memory.release(rows, self.rows.last_step[rows].tolist(), reason)
         self._leaving.clear()
+
+    def _forget_ended(self) -> None:
+        """Those who ended long before their deadline are not kept until it comes."""
+        if len(self._deadlines) > 2 * len(self.live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].phase is not Phase.FINISHED]
+            heapq.heapify(self._deadlines)
 
     def move(self, sequence: Sequence, move: Move) -> None:
         """Change the phase by the table.  Raises BrokenInvariant for a move that is not in it."""

@@ -104,10 +104,8 @@ class Rows:
         self.sequence[row] = sequence
         self.prompt[row], self.target[row] = prompt, len(sequence.tokens)
         self.end[row] = prompt + sequence.max_new - 1
-        self.stop_from[row] = prompt + params.min_new_tokens - 1
+        self.stop_from[row] = prompt + min(params.min_new_tokens, sequence.max_new) - 1
         self.scheduled[row] = self.settled[row] = computed
-        self._fit_outputs(len(outputs))
-        self.outputs[row, : len(outputs)] = outputs
         self.last_step[row] = -1
         self.alive[row] = True
         self.doomed[row] = self.aborted[row] = False
@@ -121,6 +119,8 @@ class Rows:
         self.penalised[row] = params.penalised
         self.chooses[row] = params.temperature > 0 or params.penalised
         self._count(row, 1)
+        self._fit_outputs(len(outputs))
+        self.outputs[row, : len(outputs)] = outputs
 
     def leave(self, row: int, *, aborted: bool = False) -> TokenArray:
         """The sequence leaves its row; returns its output tokens.  Plans out may still name the row."""
@@ -191,9 +191,7 @@ class Rows:
             repetition=self.repetition[rows],
             presence=self.presence[rows],
             frequency=self.frequency[rows],
-            histories=tuple(
-                History(row, self.at(row).request.prompt, self._outputs_of(row)) for row in first.tolist()
-            ),
+            histories=tuple(History(row, self.at(row).request.prompt, self._outputs_of(row)) for row in first.tolist()),
         )
 
     def _outputs_of(self, row: int) -> TokenArray:

@@ -63,6 +63,8 @@ class SamplingParams:
             raise InvalidRequest(
                 "min_new_tokens", f"{self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
             )
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise InvalidRequest("stop_token_ids", f"{self.stop_token_ids!r} is no row of token ids")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
         if self.n != 1:
@@ -85,4 +87,6 @@ def _number(field: str, value: object, low: float, high: float, *, above: bool =
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InvalidRequest(field, f"{value!r} is not a finite number")
     if not low <= value <= high or (above and value == low):
-        raise InvalidRequest(field, f"{value!r} is not {'above' if above else 'from'} {low} {'and' if above else 'to'} {high}")
+        raise InvalidRequest(
+            field, f"{value!r} is not {'above' if above else 'from'} {low} {'and' if above else 'to'} {high}"
+        )

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvloom.scheduler.plan import SchedulerStatistics
 
@@ -31,7 +31,7 @@ class EngineStatistics(NamedTuple):
     state: EngineState
     stalled: bool
     scheduler: SchedulerStatistics
-    memory: object
+    memory: Any
     last_step_at: float
     oldest_waiting_at: float
     errors: Mapping[str, int]

@@ -13,7 +13,7 @@ from kvloom.scheduler.config import SchedulerConfig
 from kvloom.scheduler.core import SchedulerCore
 from kvloom.scheduler.errors import BadStepResult, EngineFailed, FatalRunnerError
 from kvloom.scheduler.launch import Outcome
-from kvloom.scheduler.plan import Committed, Plan
+from kvloom.scheduler.plan import Committed, Plan, StepResult
 from kvloom.scheduler.ports import Clock, Memory, Observer
 from kvloom.scheduler.request import Finished, FinishReason, Timings, Usage
 
@@ -88,6 +88,7 @@ class StepLoop:
         self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._gained: deque[tuple[Plan | None, Committed, float]] = deque()  # to be handed over, with seconds
         self._failures_in_a_row = 0
+        self._last_error: Exception | None = None
         self._log = structlog.get_logger("kvloom.engine")
 
     @property
@@ -116,7 +117,7 @@ class StepLoop:
         """Carry out what ends requests between steps (an abort, deadlines) and deliver it; takes a turn after it."""
         try:
             committed = ending(self._clock())
-        except Exception as error:  # noqa: BLE001 - a defect of ours: all who wait are told
+        except Exception as error:  # a defect of ours: all who wait are told
             self.fail(error)
             return
         if committed.finished:
@@ -135,7 +136,7 @@ class StepLoop:
         try:
             self._gained.append((None, self.core.end_all(FinishReason.ERROR, now, self.failure), 0.0))
             self.give_up()
-        except Exception as error:  # noqa: BLE001 - the core is broken, but nobody may wait for ever
+        except Exception as error:  # the core is broken, but nobody may wait for ever
             self._log.error("core_broken", cause=repr(error))
             timings = Timings(arrived_at=now, finished_at=now)
             orphans = [
@@ -169,7 +170,7 @@ class StepLoop:
             while self.failure is None and (plan := self.core.plan(now)) is not None:
                 self._out.append((plan, now))
                 self._submit(self._memory.bind(plan))
-        except Exception as error:  # noqa: BLE001 - a defect of ours or a lost device: all who wait are told
+        except Exception as error:  # a defect of ours or a lost device: all who wait are told
             self.fail(error)
         self._deliver()
         self._after_turn()
@@ -182,27 +183,29 @@ class StepLoop:
     def _settle(self, step: int, outcome: Outcome, now: float) -> None:
         """Commit or abandon the oldest plan out."""
         plan, planned_at = self._out[0]
-        if not isinstance(outcome, Exception):
-            try:
-                committed = self.core.commit(step, outcome, now)
-            except BadStepResult as error:
-                outcome = error
-            else:
-                self._failures_in_a_row = 0
-                self.errors["runner"] += len(outcome.row_errors)
-        if isinstance(outcome, Exception):
-            if isinstance(outcome, FatalRunnerError):
-                raise outcome
-            committed = self._abandon(step, outcome, now)
+        if isinstance(outcome, FatalRunnerError):
+            raise outcome
+        committed = (
+            self._abandon(step, outcome, now) if isinstance(outcome, Exception) else self._commit(step, outcome, now)
+        )
         self._out.popleft()
         self.last_step_at = time.time()
         self._gained.append((plan, committed, now - planned_at))
-        if self._failures_in_a_row >= self._config.runner_failures_max:
-            assert isinstance(outcome, Exception)
-            self.fail(outcome)
+        if self._last_error is not None and self._failures_in_a_row >= self._config.runner_failures_max:
+            self.fail(self._last_error)
+
+    def _commit(self, step: int, result: StepResult, now: float) -> Committed:
+        try:
+            committed = self.core.commit(step, result, now)
+        except BadStepResult as error:
+            return self._abandon(step, error, now)
+        self._failures_in_a_row = 0
+        self.errors["runner"] += len(result.row_errors)
+        return committed
 
     def _abandon(self, step: int, error: Exception, now: float) -> Committed:
         self._failures_in_a_row += 1
+        self._last_error = error
         self.errors["runner"] += 1
         self._log.warning("step_failed", step=step, cause=repr(error), in_a_row=self._failures_in_a_row)
         return self.core.abandon(step, error, now)
@@ -224,7 +227,7 @@ class StepLoop:
                 observer.on_step(plan, committed, seconds)
             if committed.finished:
                 observer.on_finished(committed, self._clock())
-        except Exception as error:  # noqa: BLE001 - an observer cannot hurt the loop
+        except Exception as error:  # an observer cannot hurt the loop
             self.errors["hook"] += 1
             if self.errors["hook"] == 1:
                 self._log.error("observer_failed", observer=type(observer).__name__, cause=repr(error))

@@ -66,11 +66,12 @@ class TokenStream:
                 raise StopAsyncIteration
             if self._waiter is not None:
                 raise SchedulerError(f"two tasks read the stream of request {self.request_id!r}")
-            self._waiter = asyncio.get_running_loop().create_future()
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._waiter
+                await waiter
             finally:
-                self._waiter = None
+                if self._waiter is waiter:  # another reader may have come since this one was woken
+                    self._waiter = None
         tokens, self._tokens = self._tokens, []
         return Delta(tokens)
 

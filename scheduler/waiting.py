@@ -8,7 +8,8 @@ from kvloom.scheduler.request import Sequence
 class WaitingQueue:
     """Sequences by order of arrival; one that was preempted is older than whatever has not run and so comes first.
 
-    Removal from the middle is O(1): the heap's entry stays behind and is skipped when it comes up.
+    Removal from the middle is O(1): the heap's entry stays behind and is skipped when it comes up, or thrown out with
+    the others once they outnumber the members.
     """
 
     def __init__(self) -> None:
@@ -40,3 +41,6 @@ class WaitingQueue:
         """Take a member out, from any place."""
         del self._members[sequence.arrival]
         self._tokens -= len(sequence.tokens)
+        if len(self._heap) > 2 * len(self._members) + 16:
+            self._heap = list(self._members.items())
+            heapq.heapify(self._heap)

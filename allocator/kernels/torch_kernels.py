@@ -20,16 +20,7 @@ def extend(
     page_size: int,
 ) -> None:
     """See `Kernels.extend`."""
-    if out.shape[0] == 0:
-        return
-    row, nth = _spread(token_start, out.shape[0])
-    slots = last_loc.to(torch.int64)[row] + 1 + nth  # right as long as the row's last page has room
-    if new_pages.shape[0]:
-        position = prefix_lens[row] + nth
-        nth_page = position // page_size - _pages_before(prefix_lens, page_size)[row]
-        page = new_pages[(page_start[row] + nth_page).clamp(min=0)].to(torch.int64)
-        slots = torch.where(nth_page < 0, slots, page * page_size + position % page_size)
-    out.copy_(slots)
+    _fill(last_loc + 1, prefix_lens, seq_lens, new_pages, page_start, out, page_size)
 
 
 def extend_rows(
@@ -44,14 +35,11 @@ def extend_rows(
     page_size: int,
 ) -> None:
     """See `Kernels.extend_rows`."""
-    if out.shape[0] == 0:
-        return
-    row, nth = _spread(page_start, new_pages.shape[0])
-    table[rows[row], _pages_before(prefix_lens, page_size)[row] + nth] = new_pages
-    row, nth = _spread(token_start, out.shape[0])
-    position = prefix_lens[row] + nth
-    page = table[rows[row], position // page_size].to(torch.int64)
-    out.copy_(page * page_size + position % page_size)
+    owner, nth = _owners(page_start, new_pages.shape[0])
+    table[rows[owner], _pages_before(prefix_lens, page_size)[owner] + nth] = new_pages
+    # A full row has no page at its end, nor a token to put there: any entry will do.
+    page = table[rows, (prefix_lens // page_size).clamp(max=table.shape[1] - 1)].to(torch.int64)
+    _fill(page * page_size + prefix_lens % page_size, prefix_lens, seq_lens, new_pages, page_start, out, page_size)
 
 
 def decode(last_loc: Tensor, new_pages: Tensor, out: Tensor, page_size: int) -> None:
@@ -81,14 +69,44 @@ def store_kv(key_buffer: Tensor, value_buffer: Tensor, loc: Tensor, key: Tensor,
     value_buffer[loc] = value.to(value_buffer.dtype)
 
 
-def _spread(starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For each of `total` items: the row it belongs to, and its place within that row; both int64 [total].
+def _fill(
+    first: Tensor,
+    prefix_lens: Tensor,
+    seq_lens: Tensor,
+    new_pages: Tensor,
+    page_start: Tensor,
+    out: Tensor,
+    page_size: int,
+) -> None:
+    """Write the slots of all new tokens to `out`; `first` [N] is where each row goes on in the last page that it has.
 
-    starts int32 [N + 1]: where each row's items begin, and `total`.
+    Slots come in runs: for each row one of what fits into its last page, then one per new page.  That is N + M runs,
+    whose number the host knows, some of them empty.
     """
-    begins = starts[:-1].to(torch.int64)
-    row = torch.repeat_interleave(torch.arange(len(begins), device=starts.device), starts.diff(), output_size=total)
-    return row, torch.arange(total, device=starts.device) - begins[row]
+    room = torch.minimum(-prefix_lens % page_size, seq_lens - prefix_lens)
+    owner, nth = _owners(page_start, new_pages.shape[0])
+    begin = (_pages_before(prefix_lens, page_size)[owner] + nth) * page_size  # position of each new page's first token
+    filled = (seq_lens[owner] - begin).clamp(max=page_size)
+    head = page_start[:-1] + torch.arange(len(first), device=out.device)
+    tail = torch.arange(1, len(owner) + 1, device=out.device) + owner
+    run = out.new_empty(len(first) + len(owner), dtype=torch.int64)
+    length = torch.empty_like(run)
+    run[head], run[tail] = first.to(torch.int64), new_pages.to(torch.int64) * page_size
+    length[head], length[tail] = room.to(torch.int64), filled
+    run -= length.cumsum(0) - length  # less its place in `out`, so that what is added below is the same for all
+    torch.add(
+        torch.repeat_interleave(run, length, output_size=out.shape[0]),
+        torch.arange(out.shape[0], device=out.device),
+        out=out,
+    )
+
+
+def _owners(page_start: Tensor, pages_n: int) -> tuple[Tensor, Tensor]:
+    """For each of the new pages: the row it belongs to, and its place among that row's; both int64 [M]."""
+    begins = page_start[:-1].to(torch.int64)
+    rows = torch.arange(len(begins), device=begins.device)
+    owner = torch.repeat_interleave(rows, page_start.diff(), output_size=pages_n)
+    return owner, torch.arange(pages_n, device=begins.device) - begins[owner]
 
 
 def _pages_before(prefix_lens: Tensor, page_size: int) -> Tensor:

@@ -10,6 +10,6 @@ class NullPrefixCache:
 
     evictable_pages = 0
 
-    def match(self, tokens: TokenArray, namespace: str) -> Match:  # noqa: ARG002 - the protocol's arguments
+    def match(self, tokens: TokenArray, namespace: str) -> Match:  # the protocol's arguments
         """Nothing is cached.  Mutates nothing."""
         return Match(0, np.empty(0, np.int32))

@@ -1,15 +1,15 @@
-"""Adaptors between the engine and a model: the protocol, two runners, and the sampler for runners that give logits."""
+"""Adaptors between the engine and a model: the protocol, runners for Hugging Face models, for trying, for tests."""
 
 from typing import TYPE_CHECKING
 
 from kvloom.scheduler.runners.base import ModelRunner, RunnerSpec, StepOutput
-from kvloom.scheduler.runners.sampler import Sampler
+from kvloom.scheduler.runners.shadow import ShadowRunner
 from kvloom.scheduler.runners.toy import ToyRunner
 
 if TYPE_CHECKING:
     from kvloom.scheduler.runners.transformers_runner import TransformersRunner
 
-__all__ = ["ModelRunner", "RunnerSpec", "Sampler", "StepOutput", "ToyRunner", "TransformersRunner"]
+__all__ = ["ModelRunner", "RunnerSpec", "ShadowRunner", "StepOutput", "ToyRunner", "TransformersRunner"]
 
 
 def __getattr__(name: str) -> object:

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvloom.allocator import Batch, KVCache
 from kvloom.scheduler.errors import RunnerFailed
-from kvloom.scheduler.runners.penalties import to_device
+from kvloom.scheduler.uploads import to_device
 
 NAME = "kvloom_paged"
 POOL = "full"  # one pool for all layers; a window is a matter of what is read
@@ -200,9 +200,7 @@ def _attend_group(
     kv_heads = keys.shape[1]
     asked = query[:, group.tokens].transpose(0, 1).reshape(rows, kv_heads, -1, query.shape[-1])
     flat = group.slots.view(-1)
-    key, value = (
-        buffer.index_select(0, flat).view(rows, length, kv_heads, -1).transpose(1, 2) for buffer in (keys, values)
-    )
+    key, value = (_gather(buffer, flat).view(rows, length, kv_heads, -1).transpose(1, 2) for buffer in (keys, values))
     return _attend(asked, key, value, group.mask, call, causal=False).reshape(rows, -1, value.shape[-1])
 
 
@@ -212,11 +210,17 @@ def _attend_chunk(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor,
     if chunk.slots is None:
         key, value = call.key[:, :, chunk.tokens], call.value[:, :, chunk.tokens]
     else:
-        key, value = (buffer.index_select(0, chunk.slots).transpose(0, 1).unsqueeze(0) for buffer in (keys, values))
+        slots = chunk.slots
+        key, value = (_gather(buffer, slots).transpose(0, 1).unsqueeze(0) for buffer in (keys, values))
     shared = query.shape[1] // key.shape[1]
     if shared > 1:  # kernels for one chunk want as many heads of KV as of queries
         key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     return _attend(query, key, value, chunk.mask, call, causal=chunk.mask is None)[0].transpose(0, 1)
+
+
+def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """KV of `slots` [N]: [N, KVH, dim].  As a matrix, for on the CPU torch copies its lines twice as fast."""
+    return buffer.view(len(buffer), -1).index_select(0, slots).view(-1, *buffer.shape[1:])
 
 
 def _attend(

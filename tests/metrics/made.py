@@ -64,7 +64,7 @@ def plan(rows: int = 3, decode_rows: int = 2, step: int = 0) -> Plan:
 
 def _only(kind: type[Made], **used: Any) -> Made:
     """With these fields and the others empty: what the metrics never look at may change without us."""
-    names = (field.name for field in fields(kind))  # type: ignore[arg-type]
+    names = (field.name for field in fields(kind))
     return kind(**{**dict.fromkeys(names), **used})
 
 

@@ -5,41 +5,28 @@ chunk, the number of steps in flight, and however often a request is thrown out 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
 
-import anyio
-import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from kvloom.allocator import KVMemory
-from kvloom.scheduler import Engine, FinishReason, SamplingParams, SchedulerConfig
-from kvloom.scheduler.runners import TransformersRunner
-from tests.models.tiny import MODELS, generated
+from kvloom.scheduler import SamplingParams
+from tests.models.crowd import CAPACITY, LENGTHS, NEW_TOKENS, Spoken, answers, spoken_by
+from tests.models.tiny import MODELS
 
-LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 48, 64, 90)
-NEW_TOKENS = 20
-CAPACITY = 192  # tokens; the 12 requests would take 567, the longest one 110
-
-
-@dataclass(frozen=True)
-class Spoken:
-    model: PreTrainedModel
-    prompts: list[list[int]]
-    expected: list[list[int]]
+PARAMS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"top_k": 10, "repetition_penalty": 1.3},
+    {"top_p": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"min_p": 0.1, "top_p": 0.95, "top_k": 20},
+)
 
 
 @pytest.fixture(scope="module")
 def spoken() -> Mapping[str, Spoken]:
     """What each model generates for each prompt, worked out once."""
-    found = {}
-    for name, make in MODELS.items():
-        model = make()
-        rng = np.random.default_rng(7)
-        prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in LENGTHS]
-        found[name] = Spoken(model, prompts, [generated(model, prompt, NEW_TOKENS) for prompt in prompts])
-    return found
+    return {name: spoken_by(make()) for name, make in MODELS.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,29 +36,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-async def answers(
-    case: Spoken, *, page_size: int, chunk: int, depth: int, capacity: int
-) -> tuple[list[list[int]], int]:
-    """What the engine says to all prompts at once, and how often it preempted."""
-    runner = TransformersRunner(case.model)
-    memory = KVMemory.for_runner(runner, capacity_tokens=capacity, page_size=page_size)
-    config = SchedulerConfig(max_running=12, max_batch_tokens=80, prefill_chunk=chunk, steps_in_flight_max=depth)
-    said: list[list[int]] = [[] for _ in case.prompts]
-
-    async def ask(i: int) -> None:
-        result = await engine.generate(case.prompts[i], SamplingParams(max_new_tokens=NEW_TOKENS))
-        assert result.reason is FinishReason.LENGTH
-        said[i] = list(result.token_ids)
-
-    async with Engine(runner, memory, config) as engine, anyio.create_task_group() as tasks:
-        for i in range(len(case.prompts)):
-            tasks.start_soon(ask, i)
-    memory.check()
-    (pool,) = memory.statistics().pools.values()
-    assert pool.held == 0
-    return said, engine.statistics().scheduler.preemptions
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -85,3 +49,18 @@ async def test_tokens_equal_those_of_generate(
     said, preemptions = await answers(case, page_size=page_size, chunk=chunk, depth=depth, capacity=CAPACITY)
     assert said == case.expected
     assert preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+async def test_sampled_tokens_do_not_depend_on_the_crowd(spoken: Mapping[str, Spoken], name: str, depth: int) -> None:
+    """Seeded requests, penalties and all: preempted in a small pool as in one with room for everybody."""
+    case = spoken[name]
+    params = [
+        SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.8, seed=i, **some)
+        for i, some in zip(range(len(LENGTHS)), cycle(PARAMS), strict=False)
+    ]
+    crowded, preemptions = await answers(case, page_size=4, chunk=16, depth=depth, capacity=CAPACITY, params=params)
+    at_ease, none = await answers(case, page_size=16, chunk=64, depth=1, capacity=1024, params=params)
+    assert crowded == at_ease
+    assert preemptions > none == 0

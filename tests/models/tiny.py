@@ -97,7 +97,7 @@ def _made(kind: Callable[..., PreTrainedModel], config: PretrainedConfig) -> Pre
 @torch.no_grad()
 def generated(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """What the model's own `generate` says, greedily, for one prompt alone."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens

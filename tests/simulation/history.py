@@ -40,7 +40,7 @@ class History:
         self.random = random.Random(seed)
         draw = self.random
         page_size = draw.choice([1, 2, 4, 16])
-        capacity = max(page_size, draw.choice([8, 24, 48, 96, 400]))
+        capacity = max(page_size, draw.choice([16, 32, 48, 64, 400]))
         budget = draw.choice([8, 16, 64])
         self.runner = ShadowRunner(max_seq=MAX_SEQ, eos_ids=(EOS,))
         self.memory = KVMemory.for_runner(
@@ -58,7 +58,6 @@ class History:
         self.newest = np.zeros(self.memory.max_rows + 1, np.int32)
         self.out: deque[tuple[Plan, StepResult | Exception]] = deque()
         self.heard: dict[str, Heard] = {}
-        self.refused = 0
         self.now = 0.0
         self.fault_rate = draw.choice([0.0, 0.0, 0.05, 0.3])
         self.row_fault_rate = draw.choice([0.0, 0.0, 0.1])
@@ -85,18 +84,18 @@ class History:
 
     def arrive(self) -> None:
         """A request with random wishes; some are refused at the door."""
-        prompt = [self.random.randrange(97) for _ in range(self.random.randint(1, 40))]
+        prompt = [self.random.randrange(97) for _ in range(self.random.randint(1, self.random.choice([6, 12, 40])))]
         request_id = f"r{len(self.heard)}"
         params = SamplingParams(
-            max_new_tokens=self.random.choice([1, 2, 5, 20, None]), min_new_tokens=self.random.choice([0, 0, 1])
+            max_new_tokens=self.random.choice([1, 3, 20, 40, None]), min_new_tokens=self.random.choice([0, 0, 1])
         )
         deadline = self.now + self.random.random() * 60 if self.random.random() < 0.1 else None
         request = Request(id=request_id, prompt=np.array(prompt, np.int32), params=params, deadline=deadline)
         heard = Heard(prompt)
         try:
             self.core.add(request, self.now, heard)
-        except Rejected:
-            self.refused += 1
+        except Rejected as error:
+            self.core.refuse(error)
             return
         self.heard[request_id] = heard
 
@@ -142,7 +141,7 @@ class History:
             self.hear(self.core.commit(plan.step, outcome, self.now))
 
     def hear(self, committed: Committed) -> None:
-        """Tokens and final events reach their requests: no token after the end, and none that a run alone would not say."""
+        """Tokens and final events reach their requests: none after the end, none that a run alone would not say."""
         for sequence, token in zip(committed.sequences, committed.tokens, strict=True):
             assert not sequence.sink.finals, f"{sequence.request.id}: a token after the end"
             sequence.sink.tokens.append(token)

@@ -34,7 +34,8 @@ class Batch:
 def grow(page_size: int, lengths: Sequence[tuple[int, int]], seed: int = 0, first_page: int = 1) -> Batch:
     """Rows that hold `lengths[i][0]` tokens and get `lengths[i][1]` more; pages and rows are drawn at random."""
     rng = random.Random(seed)
-    width = max((-(-(prefix + more) // page_size) for prefix, more in lengths), default=0) + rng.randint(1, 3)
+    longest = max((prefix + more for prefix, more in lengths), default=0)
+    width = max(1, -(-longest // page_size) + rng.randint(0, 1))
     height = len(lengths) + rng.randint(1, 3)
     rows = rng.sample(range(height), len(lengths))
     free = list(range(first_page, first_page + width * height))

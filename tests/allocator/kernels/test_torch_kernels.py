@@ -29,10 +29,13 @@ lengths = st.integers(0, 2) | st.integers(0, 80)
 few = settings(max_examples=60, deadline=None)
 
 
+@both
 @few
 @given(page_sizes, st.lists(st.tuples(lengths, lengths), max_size=10), st.integers(0, 99), index_dtypes)
-def test_extend(page_size: int, rows: list[tuple[int, int]], seed: int, index_dtype: torch.dtype) -> None:
-    check_extend(torch_kernels, grow(page_size, rows, seed), CPU, index_dtype)
+def test_extend(
+    kernels: ModuleType, page_size: int, rows: list[tuple[int, int]], seed: int, index_dtype: torch.dtype
+) -> None:
+    check_extend(kernels, grow(page_size, rows, seed), CPU, index_dtype)
 
 
 @both

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kvloom.allocator import Batch, HostArrays
-from kvloom.allocator.batch import SamplingArrays
+from kvloom.scheduler.plan import Sampling
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pages:
         work: Sequence[tuple[Row, Sequence[int]]],
         decode_rows: int,
         sample_rows: Sequence[int],
-        sampling: SamplingArrays | None = None,
+        sampling: Sampling | None = None,
         device: str = "cpu",
     ) -> Batch:
         """One step that computes the given tokens of each row, and moves the rows on by as many."""
@@ -79,7 +79,7 @@ class Pages:
         )
 
 
-def decode_batch(row_slots: Sequence[int], sampling: SamplingArrays | None = None, device: str = "cpu") -> Batch:
+def decode_batch(row_slots: Sequence[int], sampling: Sampling | None = None, device: str = "cpu") -> Batch:
     """A step of rows that decode their first token, for who looks at nothing but rows and sampling."""
     rows = [Row(slot) for slot in row_slots]
     pages = Pages(len(rows), page_size=1)

@@ -5,24 +5,15 @@ divided by the penalty where it is positive and multiplied by it where it is neg
 taken off the logit of a token that occurs in the output, once, or once per time.  Repetition comes first.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvloom.allocator.batch import HistoryView, PenaltyArrays
 from kvloom.scheduler.errors import BrokenInvariant
+from kvloom.scheduler.plan import History, Penalties
+from kvloom.scheduler.uploads import to_device
 
 Rows = NDArray[np.intp]
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`array` as a tensor on `device`, of the same dtype, without waiting for a CUDA device."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 class PenaltyState:
@@ -44,7 +35,7 @@ class PenaltyState:
         """Lines made so far, those that wait for a row included."""
         return len(self._counts)
 
-    def apply(self, logits: torch.Tensor, row_slots: NDArray[np.int32], penalties: PenaltyArrays) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, row_slots: NDArray[np.int32], penalties: Penalties) -> torch.Tensor:
         """Penalised copy of `logits` [S, V], float32 (themselves if no row has a penalty); `row_slots` [S].
 
         Mutates: takes in the histories of rows sampled for the first time.
@@ -67,7 +58,7 @@ class PenaltyState:
         scores = scores - frequency * counts - presence * said
         return scores if index is None else logits.float().index_copy(0, index, scores)
 
-    def record(self, tokens: torch.Tensor, row_slots: NDArray[np.int32], penalties: PenaltyArrays) -> None:
+    def record(self, tokens: torch.Tensor, row_slots: NDArray[np.int32], penalties: Penalties) -> None:
         """Count the newest `tokens` (int64 [S]); negative ones are none."""
         rows = _penalised(penalties)
         if len(rows) == 0:
@@ -84,7 +75,7 @@ class PenaltyState:
             raise BrokenInvariant(f"row slot {error} is sampled with a penalty but has no history") from None
         return to_device(np.array(lines, np.int64), device)
 
-    def _begin(self, penalties: PenaltyArrays, row_slots: NDArray[np.int32], logits: torch.Tensor) -> None:
+    def _begin(self, penalties: Penalties, row_slots: NDArray[np.int32], logits: torch.Tensor) -> None:
         """Start the lines of rows that bring a history, over whatever the row slot's last owner left."""
         fresh = [history for history in penalties.histories if history.row_slot not in self._lines]
         if len(fresh) > len(self._free):
@@ -96,7 +87,7 @@ class PenaltyState:
         for history in penalties.histories:
             self._fill(self._lines[history.row_slot], history)
 
-    def _reclaim(self, penalties: PenaltyArrays, row_slots: NDArray[np.int32]) -> None:
+    def _reclaim(self, penalties: Penalties, row_slots: NDArray[np.int32]) -> None:
         """Take lines back from row slots that belong to a request without penalties by now."""
         plain = np.delete(row_slots, _penalised(penalties))
         for slot in self._lines.keys() & set(plain.tolist()):
@@ -113,7 +104,7 @@ class PenaltyState:
             self._prompt[:old] = prompt
         self._free.extend(range(new - 1, old - 1, -1))
 
-    def _fill(self, line: int, history: HistoryView) -> None:
+    def _fill(self, line: int, history: History) -> None:
         vocab, device = self._counts.shape[1], self._counts.device
         prompt, outputs = (_inside(tokens, vocab) for tokens in (history.prompt, history.outputs))
         self._prompt[line].zero_().index_fill_(0, to_device(prompt, device), True)
@@ -121,7 +112,7 @@ class PenaltyState:
         self._counts[line].zero_().scatter_add_(0, to_device(outputs, device), once)
 
 
-def _penalised(penalties: PenaltyArrays) -> Rows:
+def _penalised(penalties: Penalties) -> Rows:
     return np.flatnonzero((penalties.repetition != 1) | (penalties.presence != 0) | (penalties.frequency != 0))
 
 

@@ -12,16 +12,35 @@ Nothing here waits for the device: branches look at host arrays only.
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvloom.allocator import Batch
-from kvloom.allocator.batch import SamplingArrays
-from kvloom.scheduler.runners.penalties import PenaltyState, to_device
+from kvloom.scheduler.penalties import PenaltyState
+from kvloom.scheduler.plan import Sampling
+from kvloom.scheduler.uploads import to_device
 
 BAD_TOKEN = -1  # the token of a row whose logits mean nothing; outside every vocabulary
+
+
+class SampledRows(Protocol):
+    """Host arrays: the row slot of each row, and which rows are sampled."""
+
+    @property
+    def row_slot(self) -> NDArray[np.int32]: ...
+    @property
+    def sample_rows(self) -> NDArray[np.int32]: ...
+
+
+class SampledBatch(Protocol):
+    """A batch, as far as sampling is concerned."""
+
+    @property
+    def host(self) -> SampledRows: ...
+    @property
+    def sampling(self) -> Sampling | None: ...
 
 
 class Sampler:
@@ -38,7 +57,7 @@ class Sampler:
         self._penalties = PenaltyState()
 
     @torch.no_grad()
-    def __call__(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, batch: SampledBatch) -> torch.Tensor:
         """int64 [S] on the device of `logits` (float [S, V], any floating dtype; left as they are).
 
         Ties of a greedy row go to the lowest token id.
@@ -70,7 +89,7 @@ def _best(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(highest.isfinite(), tokens, BAD_TOKEN)
 
 
-def _draw(logits: torch.Tensor, sampling: SamplingArrays, rows: NDArray[np.intp]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, sampling: "Sampling", rows: NDArray[np.intp]) -> torch.Tensor:
     """One token per row of `logits` [N, V], which are the rows `rows` [N] of `sampling`; int64 [N]."""
     vocab = logits.shape[-1]
     packed = np.stack([array[rows] for array in (sampling.temperature, sampling.uniform, sampling.min_p)])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvloom.scheduler.errors import BrokenInvariant
+from kvloom.scheduler.penalties import PenaltyState
 from kvloom.scheduler.plan import History, Penalties, Sampling
-from kvloom.scheduler.runners import Sampler
-from kvloom.scheduler.runners.penalties import PenaltyState
+from kvloom.scheduler.sampler import Sampler
 from tests.scheduler.runners.by_hand import decode_batch
 
 VOCAB = 31

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from kvloom.scheduler.plan import Sampling
-from kvloom.scheduler.runners import Sampler
+from kvloom.scheduler.sampler import Sampler
 from tests.scheduler.runners.by_hand import decode_batch
 
 VOCAB = 97

@@ -1,0 +1,51 @@
+"""What a test compares to see that nothing has changed, and small makers of arrays."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvloom.allocator import AllocatorError, KVMemory, PageLedger, PoolStatistics
+
+Books = tuple[PoolStatistics, list[int], list[int]]
+
+
+def ints(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def books(ledger: PageLedger) -> Books:
+    """All that a ledger knows: counts, the free list in order, who holds each page."""
+    everyone = np.arange(1, ledger.pages + 1, dtype=np.int32)
+    return ledger.statistics(), ledger.free_list().tolist(), ledger.holders_of(everyone).tolist()
+
+
+@contextmanager
+def refused(ledger: PageLedger, error: type[AllocatorError]) -> Iterator[None]:
+    """The block must raise exactly `error` and leave the books as they were."""
+    before = books(ledger)
+    with pytest.raises(error) as caught:
+        yield
+    assert type(caught.value) is error
+    assert books(ledger) == before
+    ledger.check()
+
+
+def memory_books(memory: KVMemory) -> tuple[object, ...]:
+    """The same of a memory: its ledger, its table."""
+    table = memory.table
+    arrays = (table.pages, table.page_counts, table.lengths, table.generations)
+    return (memory.statistics(), *books(memory.allocator.ledger), *(array.tolist() for array in arrays))
+
+
+@contextmanager
+def memory_refuses(memory: KVMemory, error: type[AllocatorError]) -> Iterator[None]:
+    """The block must raise exactly `error` and leave the memory as it was."""
+    before = memory_books(memory)
+    with pytest.raises(error) as caught:
+        yield
+    assert type(caught.value) is error
+    assert memory_books(memory) == before
+    memory.check()

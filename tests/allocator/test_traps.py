@@ -1,0 +1,272 @@
+"""What goes wrong in known allocators (D13 .. D33), and does not here.
+
+D1, D2, D11, D12, D16, D18 and D25 are part of the scenarios in `test_cases.py`.
+"""
+
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvloom.allocator import (
+    DoubleFree,
+    ForeignPage,
+    GroupMisuse,
+    KVMemory,
+    Match,
+    PagedTokenToKVPoolAllocator,
+    PageLedger,
+    PoolSpec,
+    Shortfall,
+)
+from tests.allocator.books import ints, refused
+from tests.allocator.test_cases import Pool, both_ways, drain, paged, per_token, taken
+
+Make = Callable[[bool], Pool]
+
+both_pools = pytest.mark.parametrize(
+    "make",
+    [lambda need_sort: per_token(16, need_sort), lambda need_sort: paged(4, 4, need_sort)],
+    ids=["token", "paged"],
+)
+
+
+@both_ways
+@both_pools
+def test_d13_clear_inside_an_open_group(make: Make, need_sort: bool) -> None:
+    pool = make(need_sort)
+    a = taken(pool.alloc(8))
+    pool.free_group_begin()
+    pool.free(a)
+    pool.clear()
+    assert pool.available_size() == 16
+    pool.free(taken(pool.alloc(8)))  # not in a group any more
+    assert pool.available_size() == 16
+    with pool.free_group():  # and a new one can be opened
+        pool.free(taken(pool.alloc(4)))
+        assert pool.available_size() == 12
+    drain(pool)
+
+
+@both_ways
+@both_pools
+def test_d13_clear_inside_the_block_of_a_group(make: Make, need_sort: bool) -> None:
+    pool = make(need_sort)
+    with pool.free_group():
+        pool.free(taken(pool.alloc(8)))
+        pool.clear()
+    drain(pool)
+
+
+@both_ways
+@both_pools
+def test_d14_a_group_inside_a_group(make: Make, need_sort: bool) -> None:
+    pool = make(need_sort)
+    a = taken(pool.alloc(16))
+    pool.free_group_begin()
+    pool.free(a[:4])
+    with refused(pool.ledger, GroupMisuse):
+        pool.free_group_begin()
+    pool.free(a[4:8])
+    pool.free_group_end()
+    assert pool.available_size() == 8
+    b = taken(pool.alloc(4))
+    pool.free_group_end()  # a second end
+    assert pool.available_size() == 4
+    drain(pool, kept=[*b.tolist(), *a[8:].tolist()])
+
+
+@both_ways
+@both_pools
+def test_d15_an_exception_inside_a_group(make: Make, need_sort: bool) -> None:
+    pool = make(need_sort)
+    a = taken(pool.alloc(16))
+
+    def interrupted() -> None:
+        with pool.free_group():
+            pool.free(a[:4])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert pool.available_size() == 4
+    pool.free(a[4:8])
+    assert pool.available_size() == 8
+    drain(pool, kept=a[8:].tolist())
+
+
+@both_ways
+@pytest.mark.parametrize("in_group", [False, True])
+def test_d19_two_halves_of_a_page_in_two_calls(in_group: bool, need_sort: bool) -> None:
+    """In a group or not, it means the same: the first call frees the page, the second is refused."""
+    pool = paged(4, 4, need_sort)
+    a = taken(pool.alloc(16))
+    if in_group:
+        pool.free_group_begin()
+    pool.free(a[:2])
+    with refused(pool.ledger, DoubleFree):
+        pool.free(a[2:4])
+    with refused(pool.ledger, DoubleFree):
+        pool.free(a[2:12])  # nor are the pages beside it freed
+    pool.free_group_end()
+    assert pool.available_size() == 4
+    drain(pool, kept=a[4:].tolist())
+
+
+@both_ways
+def test_d19_a_row_whose_page_was_freed_by_its_tail_cannot_go_on(need_sort: bool) -> None:
+    pool = paged(4, 4, need_sort)
+    row = taken(pool.alloc_extend([0], [6], [-1], 6))
+    pool.free(row[-1:])
+    with refused(pool.ledger, ForeignPage):
+        pool.alloc_decode([7], row[-1:])
+    with refused(pool.ledger, ForeignPage):
+        pool.alloc_extend([6], [12], row[-1:], 6)
+    drain(pool, kept=row[:4].tolist())
+
+
+@both_pools
+def test_d20_a_double_free_among_released_pages(make: Make) -> None:
+    pool = make(True)
+    a = taken(pool.alloc(12))
+    pool.free(a[:8])
+    with refused(pool.ledger, DoubleFree):
+        pool.free(a[4:8])
+    b = taken(pool.alloc(8))  # merges the lists
+    assert pool.statistics().sorts == 1
+    pool.free(b)
+    with refused(pool.ledger, DoubleFree):
+        pool.free(torch.cat((a[8:], b[:4])))
+    drain(pool, kept=a[8:].tolist())
+
+
+D21 = """
+import torch
+from kvloom.allocator import DoubleFree, ForeignPage, InvalidArgument, PagedTokenToKVPoolAllocator
+assert False, "asserts are on"
+pool = PagedTokenToKVPoolAllocator(16, 4, torch.float16, "cpu", None)
+slots = pool.alloc(16)
+said = [pool.alloc(4), pool.alloc_extend([0], [5], [-1], 5), pool.alloc_decode([5], slots[3:4])]
+pool.free(slots[:4])
+for wrong in (slots[:4], [0], [99]):
+    try:
+        pool.free(wrong)
+    except (DoubleFree, ForeignPage) as error:
+        said.append(type(error).__name__)
+try:
+    pool.alloc_extend([0], [5], [-1], 4)
+except InvalidArgument as error:
+    said.append(type(error).__name__)
+print(said, pool.available_size())
+"""
+
+
+def test_d21_nothing_hangs_on_debug_mode() -> None:
+    """Legal exhaustion is None and misuse raises, also under `python -O`."""
+    answer = subprocess.run([sys.executable, "-O", "-c", D21], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert (
+        answer.stdout.strip() == "[None, None, None, 'DoubleFree', 'ForeignPage', 'ForeignPage', 'InvalidArgument'] 4"
+    )
+
+
+def test_d22_lists_are_merged_only_when_the_free_one_is_really_short() -> None:
+    """An estimate of one page per row would see 8 pages needed, and sort, where one is."""
+    pool = paged(20, 4, need_sort=True)
+    slots = taken(pool.alloc_extend([0] * 8, [5] * 7 + [4], [-1] * 8, 39)).tolist()
+    pool.free(taken(pool.alloc(12)))
+    assert pool.ledger.free_list().tolist() == [19, 20, 16, 17, 18]
+    last = [*slots[4:35:5], slots[38]]
+    assert taken(pool.alloc_decode([6] * 7 + [5], last))[-1] == 19 * 4
+    assert taken(pool.alloc_extend([6] * 7, [8] * 7, [slot + 1 for slot in last[:7]], 14)).shape == (14,)
+    assert taken(pool.alloc_extend([0] * 2, [1, 0], [-1] * 2, 1)).tolist() == [20 * 4]
+    assert pool.statistics().sorts == 0
+    assert pool.ledger.free_list().tolist() == [16, 17, 18]
+    pool.alloc(4)
+    assert pool.statistics().sorts == 1
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """Most memory that Python and numpy asked for during `action`."""
+    tracemalloc.start()
+    try:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        action()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+@both_ways
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_d23_what_a_call_moves_does_not_grow_with_the_pool(page_size: int, need_sort: bool) -> None:
+    pages = 500_000
+    pool = per_token(pages, need_sort) if page_size == 1 else paged(pages, page_size, need_sort)
+    a = taken(pool.alloc(8 * page_size))
+    assert peak_bytes(pool.ledger.free_list) > 4 * (pages - 8)  # so a copy of the list would show
+    small = 100_000
+
+    def in_a_group() -> None:
+        with pool.free_group():
+            pool.free(a[4 * page_size : 6 * page_size])
+
+    assert peak_bytes(lambda: pool.free(a[: 4 * page_size])) < small
+    assert peak_bytes(in_a_group) < small
+    assert peak_bytes(lambda: pool.alloc(2 * page_size)) < small
+    if isinstance(pool, PagedTokenToKVPoolAllocator):
+        assert peak_bytes(lambda: pool.alloc_extend([0, 0], [5, 6], [-1, -1], 11)) < small
+
+
+def test_d23_nor_does_what_a_fence_or_the_prefix_cache_moves() -> None:
+    ledger = PageLedger(500_000)
+    ledger.take(8, 3)
+    small = 100_000
+    assert peak_bytes(lambda: ledger.release(ints(1, 2), 3, fence=4)) < small
+    assert peak_bytes(lambda: ledger.settle(4)) < small
+    assert peak_bytes(lambda: ledger.cache(ints(3, 4), 3)) < small
+    assert peak_bytes(lambda: ledger.evict(ints(3))) < small
+    assert peak_bytes(ledger.statistics) < small
+
+
+@both_ways
+@both_pools
+def test_d24_results_are_the_callers_own(make: Make, need_sort: bool) -> None:
+    """They hold no memory of the pool, and what is written to them changes nothing."""
+    pool = make(need_sort)
+    results = [taken(pool.alloc(4)) for _ in range(3)]
+    if isinstance(pool, PagedTokenToKVPoolAllocator):
+        results += [taken(pool.alloc_extend([0], [2], [-1], 2)), taken(pool.alloc_decode([3], [4 * 4 + 1]))]
+    kept = []
+    for slots in results:
+        assert slots.untyped_storage().nbytes() == slots.numel() * 8
+        kept += slots.tolist()
+        slots.fill_(0)
+    held_to_the_end = -len(kept) % pool.page_size
+    kept += [kept[-1] + 1 + i for i in range(held_to_the_end)]
+    drain(pool, kept=kept)
+
+
+def test_d24_what_was_given_in_is_the_callers_own() -> None:
+    pool = paged(4, 4)
+    last = torch.tensor([-1])
+    lengths = torch.tensor([5])
+    pool.alloc_extend(torch.tensor([0]), lengths, last, 5)
+    freed = torch.tensor([4, 8])
+    pool.free(freed)
+    assert (last.tolist(), lengths.tolist(), freed.tolist()) == ([-1], [5], [4, 8])
+    freed.zero_()
+    drain(pool)
+
+
+def test_d33_a_shortage_has_a_pool_and_numbers() -> None:
+    """The row verbs say what is missing; the public ones say None, and which pool it was is counted."""
+    memory = KVMemory([PoolSpec("global")], capacity_tokens=64, page_size=16)
+    rows = ints(*(row for row in (memory.admit(Match(0, ints()), 16) for _ in range(2)) if row is not None))
+    assert memory.reserve(rows, ints(32, 49)) == Shortfall(pool="global", need=4, free=2, evictable=0, fits=1)
+    assert memory.allocator.alloc(64) is None
+    report = memory.statistics().pools["global"]
+    assert (report.pool, report.failures, report.free) == ("global", 2, 2)

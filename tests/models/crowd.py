@@ -1,0 +1,64 @@
+"""Twelve prompts at once through the real engine, and what the model says to each alone."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import anyio
+import numpy as np
+from transformers import PreTrainedModel
+
+from kvloom.allocator import KVMemory
+from kvloom.scheduler import Engine, FinishReason, SamplingParams, SchedulerConfig
+from kvloom.scheduler.runners import TransformersRunner
+from tests.models.tiny import generated
+
+LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 48, 64, 90)
+NEW_TOKENS = 20
+CAPACITY = 192  # tokens; the 12 requests would take 567, the longest one 110
+
+
+@dataclass(frozen=True)
+class Spoken:
+    model: PreTrainedModel
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+def spoken_by(model: PreTrainedModel) -> Spoken:
+    """Prompts for a model, and what it generates for each."""
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in LENGTHS]
+    return Spoken(model, prompts, [generated(model, prompt, NEW_TOKENS) for prompt in prompts])
+
+
+async def answers(
+    case: Spoken,
+    *,
+    page_size: int,
+    chunk: int,
+    depth: int,
+    capacity: int,
+    during: AbstractContextManager[None] | None = None,
+    params: Sequence[SamplingParams] = (SamplingParams(max_new_tokens=NEW_TOKENS),) * len(LENGTHS),
+) -> tuple[list[list[int]], int]:
+    """What the engine says to all prompts at once, all within `during`, and how often it preempted."""
+    runner = TransformersRunner(case.model)
+    memory = KVMemory.for_runner(runner, capacity_tokens=capacity, page_size=page_size)
+    config = SchedulerConfig(max_running=12, max_batch_tokens=80, prefill_chunk=chunk, steps_in_flight_max=depth)
+    said: list[list[int]] = [[] for _ in case.prompts]
+
+    async def ask(i: int) -> None:
+        result = await engine.generate(case.prompts[i], params[i])
+        assert result.reason is FinishReason.LENGTH
+        said[i] = list(result.token_ids)
+
+    async with Engine(runner, memory, config) as engine:
+        with during or nullcontext():
+            async with anyio.create_task_group() as tasks:
+                for i in range(len(case.prompts)):
+                    tasks.start_soon(ask, i)
+    memory.check()
+    (pool,) = memory.statistics().pools.values()
+    assert pool.held == 0
+    return said, engine.statistics().scheduler.preemptions
