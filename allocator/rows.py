@@ -29,21 +29,22 @@ class RowAllocator:
         A row keeps the pages it has.  Raises InvalidArgument when a row would outgrow the table, or is none; DoubleFree
         when one that needs pages is not in use, or named twice.
         """
-        have = self.table.page_counts[rows]
-        if not (lengths > have * self._page_size).any():
-            self.table.lengths[rows] = lengths
-            return None
-        need = np.maximum(page_count(lengths, self._page_size) - have, 0)
-        if int((have + need).max()) > self.table.max_pages:
-            raise InvalidArgument(f"a row of {lengths.max()} tokens; the table has {self.table.max_pages} pages a row")
-        self.table.require_held(rows[need > 0])
-        free = self.ledger.free_pages
-        total = int(need.sum())
-        pages = self.ledger.take(total, np.repeat(rows, need))
-        if pages is None:
-            fits = int(np.searchsorted(np.cumsum(need), free, side="right"))
-            return Shortfall(self.ledger.pool, total, free, evictable, fits)
-        self.table.append(rows, need, pages, lengths)
+        table, size = self.table, self._page_size
+        counts = table.page_counts[rows]
+        short = lengths > counts * size
+        if short.any():  # few rows in most steps: what follows is for them alone
+            some, have = rows[short], counts[short]
+            need = page_count(lengths[short], size) - have
+            if int((have + need).max()) > table.max_pages:
+                raise InvalidArgument(f"a row of {lengths.max()} tokens; the table has {table.max_pages} pages a row")
+            table.require_held(some)
+            free, total = self.ledger.free_pages, int(need.sum())
+            pages = self.ledger.take(total, some if total == len(some) else np.repeat(some, need))
+            if pages is None:
+                fits = int(np.flatnonzero(short)[np.searchsorted(np.cumsum(need), free, side="right")])
+                return Shortfall(self.ledger.pool, total, free, evictable, fits)
+            table.append(some, need, pages)
+        table.lengths[rows] = lengths
         return None
 
     def release(self, rows: RowArray, fences: Sequence[int], reason: str) -> None:

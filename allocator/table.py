@@ -77,12 +77,14 @@ class RequestTable:
         self.generations[row] += 1
         return row
 
-    def append(self, rows: RowArray, counts: RowArray, pages: PageArray, lengths: RowArray) -> None:
-        """Put `counts[i]` further page ids behind those of `rows[i]` and note the new lengths.  Rows are distinct."""
+    def append(self, rows: RowArray, counts: RowArray, pages: PageArray) -> None:
+        """Put `counts[i]` further page ids, at least one, behind those of `rows[i]`.  Rows are distinct."""
         before = self.page_counts[rows]
-        self.pages[np.repeat(rows, counts), spans(before, counts)] = pages
+        if len(pages) == len(rows):  # one each, as in a decode step
+            self.pages[rows, before] = pages
+        else:
+            self.pages[np.repeat(rows, counts), spans(before, counts)] = pages
         self.page_counts[rows] = before + counts
-        self.lengths[rows] = lengths
 
     def pages_of(self, rows: RowArray) -> tuple[PageArray, RowArray]:
         """All page ids of `rows`, row after row, and whose each is: two int32 arrays of the same length."""

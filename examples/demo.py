@@ -161,6 +161,7 @@ async def play(console: Console, show: Show, started: float) -> None:
                     live.update(draw(console, show, panes, engine.statistics()), refresh=console.is_terminal)
                     await asyncio.sleep(0.1)
             live.update(draw(console, show, panes, engine.statistics()), refresh=True)
+        console.print()
         seconds = time.perf_counter() - asked
         first = min(pane.first_token_seconds or 0.0 for pane in panes)
         console.print(table(show, panes, engine.statistics(), seconds))

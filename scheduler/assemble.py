@@ -46,7 +46,7 @@ def assemble(step: int, rows: Rows, decode: IntArray, chunks: SequenceOf[Chunk])
         token_ids=token_ids,
         token_src=token_src,
         sample_rows=sampled,
-        sampling=rows.choices(sampled_rows, seq_lens[sampled] - 1),
+        sampling=rows.choices(sampled_rows, seq_lens, sampled),
         sequences=rows.members(planned),
         departures=rows.departures,
     )

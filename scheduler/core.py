@@ -141,7 +141,7 @@ class SchedulerCore:
         self._close(plan)
         failed = self._fail_rows(plan, result, now)
         live, lengths, sequences = plan.rows, plan.seq_lens, plan.sequences
-        got, settled = live[sampled], lengths[sampled]
+        got, settled = (live, lengths) if len(sampled) == len(live) else (live[sampled], lengths[sampled])
         if plan.departures != rows.departures:  # somebody has left since: their tokens are for nobody
             alive = self._alive(plan)
             live, lengths = live[alive], lengths[alive]

@@ -30,6 +30,8 @@ def output_limit(request: Request, limits: ModelLimits, capacity_tokens: int) ->
         raise InvalidRequest("seed", f"{request.seed!r} is no number of 64 bits")
     if request.deadline is not None and math.isnan(request.deadline):
         raise InvalidRequest("deadline", "is not a number of seconds")
+    if not isinstance(request.cache_namespace, str):
+        raise InvalidRequest("cache_namespace", f"{request.cache_namespace!r} is no string")
     if len(prompt) >= limits.max_seq:
         raise TooLong(
             f"prompt of {len(prompt)} tokens; the model's context of {limits.max_seq} leaves no room for a token"

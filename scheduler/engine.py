@@ -10,7 +10,7 @@ handler and touches nothing global.
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from types import TracebackType
 from typing import Self
 
@@ -88,7 +88,7 @@ class Engine:
             device=self._runner.spec.device,
             overlap=self._config.steps_in_flight_max > 1,
         )
-        self._loop.launch_with(self._launcher.submit)
+        self._loop.launch_with(self._launcher.submit, self._launcher.close)
         self._tasks = await anyio.create_task_group().__aenter__()
         self._tasks.start_soon(self._loop.run, name="kvloom loop")
         self._tasks.start_soon(self._watch, name="kvloom watch")
@@ -99,11 +99,12 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._tasks is not None
-        await self._stop()
-        self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(None, None, None)
-        self._launcher.close()
-        self._runner.close()
+        with closing(self._runner), closing(self._launcher):  # the host may be cancelled, and more than once
+            try:
+                await self._stop()
+            finally:
+                self._tasks.cancel_scope.cancel()
+                await self._tasks.__aexit__(None, None, None)
 
     async def drain(self, timeout: float | None = None) -> None:
         """Take no new requests, let the live ones finish, then stop; those left after `timeout` seconds end.
@@ -120,15 +121,16 @@ class Engine:
 
     async def _stop(self) -> None:
         """End what is live and wait, not for long, until no step is out, so that all pages are back."""
-        if self._state is not EngineState.FAILED:
-            self._state = EngineState.STOPPED
+        self._state = EngineState.STOPPED
         self._places.grant(len(self._places))
         self._loop.end(lambda now: self._core.end_all(FinishReason.SHUTDOWN, now))
-        with anyio.CancelScope(shield=True), anyio.move_on_after(_LEAVE_SECONDS):
-            while not self._loop.idle and self._loop.failure is None:
-                await self._idle.wait()
-        self._loop.give_up()
-        self._board.refresh()
+        try:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_LEAVE_SECONDS):
+                while not self._loop.idle and self._loop.failure is None:
+                    await self._idle.wait()
+        finally:
+            self._loop.give_up()
+            self._board.refresh()
 
     # ---- requests ----
 
@@ -147,29 +149,26 @@ class Engine:
         """A request, as a stream of its tokens; leaving the block aborts it if it has not ended.
 
         deadline  seconds from now after which it ends with `FinishReason.DEADLINE`
-        wait      wait for a place in the queue; False: raise QueueFull
+        wait      wait for a place in the queue, at most until the deadline; False: raise QueueFull
 
         Raises a `Rejected` (InvalidRequest, DuplicateRequest, TooLong, NeverFits, QueueFull, Draining) or
         EngineFailed; nothing has been queued then.
         """
-        ends_at = None if deadline is None else self._clock() + deadline  # waiting for a place counts
         try:
-            await self._place(wait)
-            now = self._clock()
             request = self._intake.request(
                 prompt,
                 params,
                 request_id=request_id,
-                deadline=ends_at,
+                deadline=None if deadline is None else self._clock() + deadline,
                 cache_namespace=cache_namespace,
                 metadata=metadata,
             )
+            await self._place(wait, deadline)
             stream = TokenStream(request.id)
-            self._core.add(request, now, stream)
+            self._loop.add(request, self._clock(), stream)
         except SchedulerError as error:
             self._refused(error)
             raise
-        self._loop.wake()
         self._work.set()
         try:
             yield stream
@@ -209,12 +208,13 @@ class Engine:
             self._core.refuse(error)
         self._board.refresh()
 
-    async def _place(self, wait: bool) -> None:
+    async def _place(self, wait: bool, seconds: float | None) -> None:
         """Be allowed in: the engine is open and, if the caller waits, there is a place in the queue."""
         self._require_open()
         if wait:
             try:
-                await self._places.wait()
+                with anyio.move_on_after(seconds):
+                    await self._places.wait()
             except BaseException:
                 self._refused(QueueFull("gave up waiting for a place", 0.0))
                 raise

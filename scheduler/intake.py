@@ -1,5 +1,6 @@
 """From what a caller passes to a `Request`."""
 
+import math
 from collections.abc import Mapping, Sequence as SequenceOf
 
 import numpy as np
@@ -9,6 +10,7 @@ from kvloom.scheduler.errors import InvalidRequest
 from kvloom.scheduler.request import Request, TokenArray
 from kvloom.scheduler.sampling_params import SamplingParams
 
+_OWN = "#"  # how ids begin that we make, so that they never meet a caller's
 Prompt = SequenceOf[int] | NDArray[np.integer]
 
 
@@ -49,10 +51,14 @@ class Intake:
         metadata: Mapping[str, object] | None,
     ) -> Request:
         """The request as the core wants it, `deadline` absolute.  Raises InvalidRequest."""
+        if request_id is not None and request_id.startswith(_OWN):
+            raise InvalidRequest("request_id", f"{request_id!r} begins with {_OWN!r}, as the engine's own ids do")
+        if deadline is not None and math.isnan(deadline):
+            raise InvalidRequest("deadline", "is not a number of seconds")
         self._made += 1
         params = params or SamplingParams()
         return Request(
-            id=request_id or f"kvloom-{self._made}",
+            id=request_id or f"{_OWN}{self._made}",
             prompt=as_prompt(prompt),
             params=params,
             deadline=deadline,

@@ -95,6 +95,7 @@ class Launcher:
         # The newest token of each row, so that the next step can be launched before the host has seen it.
         self._newest = torch.zeros(max_rows + 1, dtype=torch.int32, device=device) if overlap else None
         self._last_token = vocab_size - 1
+        self._closed = False
         self._batches: SimpleQueue[StepBatch | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[int, _Launched | Exception] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._launch_all, name="kvloom-launch", daemon=True)]
@@ -109,11 +110,12 @@ class Launcher:
         self._batches.put(batch)
 
     def close(self) -> None:
-        """Let the threads end after what they are doing; does not wait for them."""
+        """Let the threads end after what they are doing; does not wait for them.  What is queued will not be run."""
+        self._closed = True
         self._batches.put(None)
 
     def _launch_all(self) -> None:
-        while (batch := self._batches.get()) is not None:
+        while (batch := self._batches.get()) is not None and not self._closed:
             launched: _Launched | Exception
             try:
                 launched = self._launch(batch)

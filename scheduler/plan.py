@@ -5,7 +5,8 @@ arrays of a plan are not written after it was made; a plan is out until it is co
 """
 
 from collections.abc import Mapping, Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -51,8 +52,7 @@ class Sampling:
     penalties: Penalties | None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """One step: R rows, T tokens, S sampled rows; decode rows (one token each) come first.
 
     rows [R]          row slots
@@ -97,16 +97,14 @@ class Plan:
         return [sequence.request.id for sequence in self.sequences]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step brought: one token per sampled row, int [S] on the host; errors by index into the sampled rows."""
 
     tokens: NDArray[np.integer]
-    row_errors: Mapping[int, Exception] = field(default_factory=dict)
+    row_errors: Mapping[int, Exception] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(NamedTuple):
     """What a commit (or abandon) means for others: tokens to hand over, in row order, and requests that ended.
 
     `sequences[i]` got `tokens[i]`; deliver these before `finished`.  `first_token_seconds` and `inter_token_seconds`
@@ -117,7 +115,7 @@ class Committed:
     tokens: SequenceOf[int] = ()
     finished: SequenceOf[tuple[Sequence, Finished]] = ()
     first_token_seconds: SequenceOf[float] = ()
-    inter_token_seconds: NDArray[np.float64] = field(default_factory=lambda: _NONE)
+    inter_token_seconds: NDArray[np.float64] = _NONE
 
 
 class SchedulerStatistics(NamedTuple):

@@ -166,8 +166,8 @@ class Rows:
         hit = self.stop_ids[rows] == tokens[:, None]
         return hit.any(axis=1) & (settled >= self.stop_from[rows]) if hit.any() else None
 
-    def choices(self, rows: IntArray, last_positions: IntArray) -> Sampling | None:
-        """How the sampled `rows` choose behind `last_positions`; None when all are greedy.
+    def choices(self, rows: IntArray, seq_lens: IntArray, sampled: IntArray) -> Sampling | None:
+        """How the sampled `rows` choose when they have `seq_lens[sampled]` positions; None when all are greedy.
 
         Call before `scheduled` moves.
         """
@@ -178,7 +178,7 @@ class Rows:
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
             min_p=self.min_p[rows],
-            uniform=uniforms(self.seed[rows], last_positions + 1 - self.prompt[rows]),
+            uniform=uniforms(self.seed[rows], seq_lens[sampled] - self.prompt[rows]),
             penalties=self._penalties(rows),
         )
 

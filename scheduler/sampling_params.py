@@ -65,6 +65,7 @@ class SamplingParams:
             )
         if not isinstance(self.stop_token_ids, tuple | list):
             raise InvalidRequest("stop_token_ids", f"{self.stop_token_ids!r} is no row of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))  # a list could change under way
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
         if self.n != 1:

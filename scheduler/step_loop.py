@@ -15,7 +15,8 @@ from kvloom.scheduler.errors import BadStepResult, EngineFailed, FatalRunnerErro
 from kvloom.scheduler.launch import Outcome
 from kvloom.scheduler.plan import Committed, Plan, StepResult
 from kvloom.scheduler.ports import Clock, Memory, Observer
-from kvloom.scheduler.request import Finished, FinishReason, Timings, Usage
+from kvloom.scheduler.request import Finished, FinishReason, Request, Sequence, Timings, Usage
+from kvloom.scheduler.streams import TokenStream
 
 
 class RunnerSpec(Protocol):
@@ -87,6 +88,7 @@ class StepLoop:
         self._out: deque[tuple[Plan, float]] = deque()  # plans launched, with the time of planning
         self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._gained: deque[tuple[Plan | None, Committed, float]] = deque()  # to be handed over, with seconds
+        self._owed: set[Sequence] = set()  # those whose end has not been handed over
         self._failures_in_a_row = 0
         self._last_error: Exception | None = None
         self._log = structlog.get_logger("kvloom.engine")
@@ -98,9 +100,15 @@ class StepLoop:
             return 0.0
         return max(0.0, self._clock() - self._out[0][1] - self._config.step_timeout)
 
-    def launch_with(self, submit: Callable[[Any], None]) -> None:
-        """Where batches go; the outcome of each is to be told to `report`, in order."""
+    def launch_with(self, submit: Callable[[Any], None], close: Callable[[], None]) -> None:
+        """Where batches go; the outcome of each is to be told to `report`, in order.  `close`: no more will come."""
         self._submit = submit
+        self._close = close
+
+    def add(self, request: Request, now: float, stream: TokenStream) -> None:
+        """Queue a request whose tokens and end go to `stream`.  Raises as `SchedulerCore.add`."""
+        self._owed.add(self.core.add(request, now, stream))
+        self.wake()
 
     def wake(self) -> None:
         """Something has changed: take a turn."""
@@ -108,10 +116,15 @@ class StepLoop:
 
     async def run(self) -> None:
         """Take turns until cancelled or failed; never raises for a failure, which is in `failure` then."""
-        while self.failure is None:
-            self.turn()
-            await self._woken.wait()
-            self._woken = anyio.Event()
+        try:
+            while self.failure is None:
+                self.turn()
+                await self._woken.wait()
+                self._woken = anyio.Event()
+        finally:  # also when an event loop ends whose engine nobody left, or somebody cancels this task
+            self._close()
+            if self._owed:
+                self.fail(RuntimeError("the engine's task was cancelled from outside"))
 
     def end(self, ending: Callable[[float], Committed]) -> None:
         """Carry out what ends requests between steps (an abort, deadlines) and deliver it; takes a turn after it."""
@@ -126,33 +139,39 @@ class StepLoop:
             self.wake()
 
     def fail(self, cause: Exception) -> None:
-        """Stop for good: every live request ends with the cause, and every plan out is given up."""
+        """Stop for good: every request that has not ended ends with the cause, and every plan out is given up."""
         if self.failure is not None:
+            self._log.error("core_broken", cause=repr(cause))
             return
         self.failure = EngineFailed(f"the engine has failed: {type(cause).__name__}: {cause}")
         self.failure.__cause__ = cause
         self._log.error("engine_failed", cause=repr(cause))
-        now = self._clock()
-        try:
-            self._gained.append((None, self.core.end_all(FinishReason.ERROR, now, self.failure), 0.0))
-            self.give_up()
-        except Exception as error:  # the core is broken, but nobody may wait for ever
-            self._log.error("core_broken", cause=repr(error))
-            timings = Timings(arrived_at=now, finished_at=now)
-            orphans = [
-                (sequence, Finished(sequence.request.id, FinishReason.ERROR, Usage(0, 0), timings, self.failure))
-                for sequence in self.core.live
-            ]
-            self._gained.append((None, Committed(finished=orphans), 0.0))
+        self.end(lambda now: self.core.end_all(FinishReason.ERROR, now, self.failure))
+        self.give_up()
         self._deliver()
+        self._end_lost()
         self._after_turn()
 
     def give_up(self) -> None:
         """Abandon the plans out, whose requests have all ended: their results will not be waited for."""
         error = self.failure or FatalRunnerError("the engine has stopped")
+        self._outcomes.clear()
         while self._out:
             plan, _ = self._out.popleft()
-            self.core.abandon(plan.step, error, self._clock())
+            try:
+                self.core.abandon(plan.step, error, self._clock())
+            except Exception as defect:
+                self.fail(defect)
+
+    def _end_lost(self) -> None:
+        """A core that broke in the middle of something may have lost the ends of some: they must not wait for ever."""
+        now, ended = self._clock(), []
+        for sequence in self._owed:
+            usage = Usage(len(sequence.request.prompt), 0, sequence.cached_tokens, sequence.preemptions)
+            timings = Timings(arrived_at=sequence.arrived_at, finished_at=now, admitted_at=sequence.admitted_at)
+            ended.append((sequence, Finished(sequence.request.id, FinishReason.ERROR, usage, timings, self.failure)))
+        self._gained.append((None, Committed(finished=ended), 0.0))
+        self._deliver()
 
     @property
     def idle(self) -> bool:
@@ -176,9 +195,10 @@ class StepLoop:
         self._after_turn()
 
     def report(self, step: int, outcome: Outcome) -> None:
-        """The outcome of the oldest step launched; called on the event loop."""
-        self._outcomes.append((step, outcome))
-        self.wake()
+        """The outcome of the oldest step launched; called on the event loop.  Nothing, for one that was given up."""
+        if any(plan.step == step for plan, _ in self._out):
+            self._outcomes.append((step, outcome))
+            self.wake()
 
     def _settle(self, step: int, outcome: Outcome, now: float) -> None:
         """Commit or abandon the oldest plan out."""
@@ -217,6 +237,7 @@ class StepLoop:
             for sequence, token in zip(committed.sequences, committed.tokens, strict=True):
                 sequence.sink.push(token)
             for sequence, finished in committed.finished:
+                self._owed.discard(sequence)
                 sequence.sink.finish(finished)
             for observer in self.observers:
                 self._observe(observer, plan, committed, seconds)

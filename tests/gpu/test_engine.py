@@ -29,7 +29,7 @@ def no_sync() -> Iterator[None]:
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", MODELS)
 async def test_tokens_equal_those_of_generate(name: str, page_size: int, depth: int) -> None:
-    case = spoken_by(MODELS[name]().to("cuda"))
+    case = spoken_by(MODELS[name](), "cuda")
     said, preemptions = await answers(
         case, page_size=page_size, chunk=16, depth=depth, capacity=CAPACITY, during=no_sync()
     )

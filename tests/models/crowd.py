@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import anyio
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from kvloom.allocator import KVMemory
@@ -25,8 +26,9 @@ class Spoken:
     expected: list[list[int]]
 
 
-def spoken_by(model: PreTrainedModel) -> Spoken:
-    """Prompts for a model, and what it generates for each."""
+def spoken_by(model: PreTrainedModel, device: str = "cpu") -> Spoken:
+    """Prompts for a model, which is moved to `device`, and what it generates for each there."""
+    torch.nn.Module.to(model, device)
     rng = np.random.default_rng(7)
     prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in LENGTHS]
     return Spoken(model, prompts, [generated(model, prompt, NEW_TOKENS) for prompt in prompts])

@@ -62,6 +62,11 @@ def test_a_seed_that_is_no_64_bit_number_does_not_come_as_far_as_a_step(seed: in
         output_limit(Request(id="r", prompt=np.ones(1, np.int32), seed=seed), LIMITS, 100)
 
 
+def test_a_namespace_that_cannot_be_looked_up() -> None:
+    with pytest.raises(InvalidRequest, match="cache_namespace"):
+        output_limit(Request(id="r", prompt=np.ones(1, np.int32), cache_namespace=["a"]), LIMITS, 100)  # type: ignore[arg-type]
+
+
 def test_a_deadline_that_is_no_time() -> None:
     """Nothing is before it and nothing after it: it would keep all other deadlines from coming."""
     with pytest.raises(InvalidRequest, match="deadline"):

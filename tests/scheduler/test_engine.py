@@ -75,12 +75,12 @@ async def test_many_at_once_say_what_each_says_alone(engine_of: EngineOf, depth:
     async with engine_of(steps_in_flight_max=depth, **settings) as engine, anyio.create_task_group() as tasks:
 
         async def ask(number: int) -> None:
-            said[number] = (await engine.generate(range(number, 2 + 2 * number), params(1 + number % 9))).token_ids
+            said[number] = (await engine.generate(range(number, 2 * number + 2), params(12 + number % 9))).token_ids
 
         for number in range(25):
             tasks.start_soon(ask, number)
     for number in range(25):
-        assert said[number] == await alone(range(number, 2 + 2 * number), 1 + number % 9)
+        assert said[number] == await alone(range(number, 2 * number + 2), 12 + number % 9)
     assert engine.statistics().scheduler.preemptions > 0
     assert finished(engine) == {"length": 25}
 
@@ -218,10 +218,32 @@ async def test_the_deadline_counts_from_the_call(engine_of: EngineOf) -> None:
     async with engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine:
         async with engine.open([1], params(3)), engine.open([2], params(3)):
             late = asyncio.create_task(engine.generate([3], params(3), deadline=0.05))
-            await asyncio.sleep(0.1)
+            with pytest.raises(QueueFull):
+                await late
+            late = asyncio.create_task(engine.generate([3], params(2000), deadline=0.3))
+            await asyncio.sleep(0.2)
             gate.open()
             result = await late
-        assert (result.reason, result.token_ids) == (FinishReason.DEADLINE, [])
+        assert result.reason is FinishReason.DEADLINE
+        assert result.timings.total_seconds < 0.25
+
+
+async def test_the_deadline_passes_before_there_is_a_place(engine_of: EngineOf) -> None:
+    gate = Gate()
+    async with engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine:
+        async with engine.open([1], params(3)), engine.open([2], params(3)):
+            with pytest.raises(QueueFull), anyio.fail_after(5):
+                await engine.generate([3], params(3), deadline=0.05)
+            gate.open()
+
+
+async def test_what_makes_no_sense_need_not_wait_for_a_place(engine_of: EngineOf) -> None:
+    gate = Gate()
+    async with engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine:
+        async with engine.open([1], params(3)), engine.open([2], params(3)):
+            with pytest.raises(InvalidRequest), anyio.fail_after(5):
+                await engine.generate([-1], params(3))
+            gate.open()
 
 
 class Watcher:

@@ -65,6 +65,14 @@ def test_ids_and_seeds_for_those_who_bring_none() -> None:
     assert (own.id, own.seed, own.deadline, own.prompt.tolist()) == ("mine", 7, 5.0, [1, 2])
 
 
+def test_an_own_id_cannot_be_one_that_the_engine_gives() -> None:
+    """Else somebody who brought none could be told that its id is taken."""
+    intake = Intake(seed=0)
+    given = request(intake).id
+    with pytest.raises(InvalidRequest, match="request_id"):
+        request(intake, given[:-1] + "7")
+
+
 @pytest.mark.parametrize("seed", [2**63 - 1, -(2**63)])
 def test_seeds_do_not_run_out(seed: int) -> None:
     intake = Intake(seed)

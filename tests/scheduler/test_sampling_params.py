@@ -53,13 +53,20 @@ def test_more_at_least_than_at_most() -> None:
         {"seed": -(2**63)},
         {"presence_penalty": -100, "frequency_penalty": 100},
         {"stop_token_ids": (0, 2**31 - 1)},
-        {"stop_token_ids": [1, 2]},
         {"ignore_eos": True},
     ],
 )
 def test_the_edges_of_what_makes_sense(fine: dict[str, Any]) -> None:
     params = SamplingParams(**fine)
     assert {name: getattr(params, name) for name in fine} == fine
+
+
+def test_stop_tokens_are_kept_as_they_were() -> None:
+    tokens = [1, 2]
+    params = SamplingParams(stop_token_ids=tokens)  # type: ignore[arg-type]
+    tokens.append(10**12)
+    assert params.stop_token_ids == (1, 2)
+    assert hash(params) == hash(SamplingParams(stop_token_ids=(1, 2)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,403 @@
+"""Coming up, draining, stopping, failing: an engine's life, and that nobody is left waiting at its end."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from kvloom.allocator import KVCache, KVMemory
+from kvloom.scheduler import (
+    Draining,
+    Engine,
+    EngineFailed,
+    EngineState,
+    FatalRunnerError,
+    FinishReason,
+    QueueFull,
+    Result,
+    RunnerFailed,
+    SamplingParams,
+    SchedulerConfig,
+    SchedulerError,
+    TokenStream,
+)
+from kvloom.scheduler.runners import StepOutput, ToyRunner
+from tests.scheduler.engines import Gate, ScriptedRunner, final_of, read, until
+
+EngineOf = Callable[..., Engine]
+both_depths = pytest.mark.parametrize("depth", [1, 2])
+LONG = SamplingParams(max_new_tokens=2000)
+
+
+def params(count: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count)
+
+
+def launch_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvloom-")]
+
+
+class Noting(ToyRunner):
+    """Notes the order in which it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def attach(self, pools: Mapping[str, KVCache]) -> None:
+        self.called.append(list(pools))
+
+    def warmup(self, max_rows: int, max_tokens: int) -> None:
+        self.called.append((max_rows, max_tokens, threading.current_thread() is threading.main_thread()))
+
+    def close(self) -> None:
+        self.called.append("close")
+
+
+async def test_the_runner_is_prepared_once_and_closed_once(engine_of: EngineOf) -> None:
+    runner = Noting()
+    engine = engine_of(runner, max_running=8, max_batch_tokens=100, prefill_chunk=50)
+    assert (engine.state, runner.called) == (EngineState.STARTING, [])
+    async with engine as entered:
+        assert entered is engine
+        assert engine.state is EngineState.RUNNING
+        assert engine.max_seq == 4096
+        await engine.generate([1], params(1))
+    assert runner.called == [["full"], (8, 100, False), "close"]
+    await until(lambda: not launch_threads())
+
+
+async def test_a_warm_up_that_fails(engine_of: EngineOf) -> None:
+    class Cold(ToyRunner):
+        def warmup(self, max_rows: int, max_tokens: int) -> None:
+            raise ValueError("too cold")
+
+    engine = engine_of(Cold())
+    with pytest.raises(ValueError, match="too cold"):
+        async with engine:
+            pass
+    assert engine.state is EngineState.STARTING
+    assert not launch_threads()
+
+
+async def test_an_engine_is_entered_once(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    async with engine:
+        with pytest.raises(Draining, match="entered once"):
+            async with engine:
+                pass
+        assert (await engine.generate([1], params(1))).token_ids, "the first is not disturbed"
+    with pytest.raises(Draining, match="entered once"):
+        async with engine:
+            pass
+
+
+async def test_before_and_after(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    with pytest.raises(Draining, match="starting"):
+        await engine.generate([1], params(1))
+    async with engine:
+        pass
+    with pytest.raises(Draining, match="stopped"):
+        await engine.generate([1], params(1))
+    await engine.drain()
+    assert dict(engine.statistics().scheduler.rejected) == {"draining": 2}
+    assert engine.statistics().state is EngineState.STOPPED
+
+
+async def ask_all(engine: Engine, outputs: Sequence[int]) -> list[asyncio.Task[Result]]:
+    tasks = [asyncio.create_task(engine.generate([1], params(count))) for count in outputs]
+    await until(lambda: engine.statistics().scheduler.received == len(outputs))
+    return tasks
+
+
+@both_depths
+async def test_drain_lets_all_that_came_finish(engine_of: EngineOf, depth: int) -> None:
+    async with engine_of(ScriptedRunner(step_seconds=0.001), max_running=4, steps_in_flight_max=depth) as engine:
+        tasks = await ask_all(engine, [5, 10, 20, 40, 5, 10, 20])
+        draining = asyncio.create_task(engine.drain())
+        await until(lambda: engine.state is EngineState.DRAINING)
+        with pytest.raises(Draining, match="draining") as caught:
+            await engine.generate([1], params(1))
+        assert caught.value.status_hint == 503
+        assert [len((await task).token_ids) for task in tasks] == [5, 10, 20, 40, 5, 10, 20]
+        await draining
+        assert engine.state is EngineState.STOPPED
+        started = time.perf_counter()
+        await engine.drain()
+        assert time.perf_counter() - started < 0.1
+    assert {task.result().reason for task in tasks} == {FinishReason.LENGTH}
+
+
+async def test_drain_ends_what_takes_too_long(engine_of: EngineOf) -> None:
+    async with engine_of(ScriptedRunner(step_seconds=0.001), max_running=2) as engine:
+        tasks = await ask_all(engine, [2000, 2000, 2000])
+        await engine.drain(timeout=0.1)
+        results = [await task for task in tasks]
+        assert [result.reason for result in results] == [FinishReason.SHUTDOWN] * 3
+        assert [bool(result.token_ids) for result in results] == [True, True, False]
+    assert dict(engine.statistics().scheduler.finished) == {"shutdown": 3}
+
+
+async def test_leaving_without_drain_ends_everything(engine_of: EngineOf) -> None:
+    async with engine_of(max_running=2, max_waiting=2) as engine:
+        tasks = await ask_all(engine, [2000, 2000, 2000, 2000])
+        waits_outside = asyncio.create_task(engine.generate([1], params(1)))
+        await until(lambda: engine.statistics().scheduler.output_tokens)
+    assert [(await task).reason for task in tasks] == [FinishReason.SHUTDOWN] * 4
+    with pytest.raises(Draining):
+        await waits_outside
+    now = engine.statistics().scheduler
+    assert (dict(now.finished), dict(now.rejected)) == ({"shutdown": 4}, {"draining": 1})
+
+
+async def test_draining_sends_those_away_who_wait_for_a_place(engine_of: EngineOf) -> None:
+    gate = Gate()
+    async with engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine:
+        tasks = await ask_all(engine, [1, 1])
+        outside = asyncio.create_task(engine.generate([1], params(1)))
+        await gate.entered()
+        draining = asyncio.create_task(engine.drain())
+        with pytest.raises(Draining):
+            await outside
+        gate.open()
+        await draining
+        assert [(await task).reason for task in tasks] == [FinishReason.LENGTH] * 2
+
+
+async def test_an_exception_in_the_block_is_the_callers(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    with pytest.raises(ZeroDivisionError):
+        async with engine:
+            raise ZeroDivisionError
+    assert engine.state is EngineState.STOPPED
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@both_depths
+async def test_the_host_task_is_cancelled(engine_of: EngineOf, times: int, depth: int) -> None:
+    """Once, or again while it is leaving: the engine stops, pages come back, no thread stays."""
+    gate = Gate(first=2)
+    runner = ScriptedRunner(gate)
+    engine = engine_of(runner, steps_in_flight_max=depth)
+    streams: list[TokenStream] = []
+
+    async def host() -> None:
+        async with engine, engine.open([1], LONG) as stream:
+            streams.append(stream)
+            await asyncio.sleep(30)
+
+    task = asyncio.create_task(host())
+    await gate.entered()
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0.05)
+    gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert final_of(streams[0]).reason is FinishReason.ABORT
+    assert (engine.state, runner.closed) == (EngineState.STOPPED, 1)
+    await until(lambda: not launch_threads())
+
+
+async def test_a_cancelled_scope_around_it(engine_of: EngineOf) -> None:
+    runner = ScriptedRunner()
+    engine = engine_of(runner)
+    with anyio.move_on_after(0.05) as scope:
+        async with engine, engine.open([1], LONG) as stream:
+            await read(stream)
+    assert scope.cancelled_caught
+    assert (engine.state, runner.closed) == (EngineState.STOPPED, 1)
+    assert final_of(stream).reason is FinishReason.ABORT
+    await until(lambda: not launch_threads())
+
+
+@both_depths
+async def test_a_step_that_hangs_does_not_keep_us(engine_of: EngineOf, depth: int) -> None:
+    gate = Gate(first=1)
+    started = time.perf_counter()
+    async with engine_of(ScriptedRunner(gate), steps_in_flight_max=depth) as engine:
+        async with engine.open([1], LONG) as stream:
+            assert len((await anext(stream)).token_ids) == 1
+            await engine.drain(timeout=0.1)
+            assert final_of(stream).reason is FinishReason.SHUTDOWN
+        gate.open()  # it comes back after all, when nobody waits for it any more
+        await until(lambda: True)
+        await asyncio.sleep(0.05)
+        assert engine.state is EngineState.STOPPED
+        assert engine.failure is None
+    assert time.perf_counter() - started < 0.1 + 1.0 + 1.0
+
+
+async def test_what_was_queued_behind_a_step_that_hangs_is_not_run_any_more(engine_of: EngineOf) -> None:
+    """The runner has been closed, and the pages may be somebody else's by then."""
+    gate = Gate(first=1)
+    runner = ScriptedRunner(gate)
+    async with engine_of(runner, steps_in_flight_max=2) as engine, engine.open([1], LONG):
+        await gate.entered()
+        await until(lambda: engine.statistics().scheduler.steps_in_flight == 2)
+    assert (runner.closed, len(runner.steps)) == (1, 2)
+    gate.open()
+    await until(lambda: not launch_threads())
+    assert len(runner.steps) == 2
+
+
+@both_depths
+async def test_somebody_cancels_the_engines_task(engine_of: EngineOf, depth: int) -> None:
+    """A framework that cancels every task it finds: nobody may wait for ever."""
+    async with engine_of(ScriptedRunner(step_seconds=0.001), steps_in_flight_max=depth) as engine:
+        async with engine.open([1], LONG) as stream:
+            await anext(stream)
+            (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "kvloom loop")
+            task.cancel()
+            with anyio.fail_after(5):
+                await read(stream)
+            assert isinstance(final_of(stream).error, EngineFailed)
+        assert engine.state is EngineState.FAILED
+        with pytest.raises(EngineFailed):
+            await engine.generate([1], params(1))
+
+
+async def test_places_are_given_in_the_order_of_coming(engine_of: EngineOf) -> None:
+    order: list[int] = []
+    gate = Gate()
+    async with engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine:
+
+        async def ask(number: int) -> None:
+            async with engine.open([1], params(1)) as stream:
+                order.append(number)
+                await read(stream)
+
+        tasks = []
+        for number in range(8):
+            tasks.append(asyncio.create_task(ask(number)))
+            await asyncio.sleep(0)
+        await gate.entered()
+        tasks[4].cancel()
+        gate.open()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == [0, 1, 2, 3, 5, 6, 7]
+    now = engine.statistics().scheduler
+    assert (dict(now.finished), dict(now.rejected), now.received) == ({"length": 7}, {"queue_full": 1}, 8)
+
+
+async def test_who_would_not_wait_is_told_when_to_come_again(engine_of: EngineOf) -> None:
+    async with engine_of(ScriptedRunner(step_seconds=0.002), max_running=1, max_waiting=1) as engine:
+        tasks = await ask_all(engine, [3])
+        refused = 0
+        for _ in range(200):
+            try:
+                await engine.generate([1], params(1), wait=False)
+            except QueueFull as error:
+                assert 0 < error.retry_after <= 60
+                refused += 1
+            tasks.append(asyncio.create_task(engine.generate([1], params(3))))
+            await asyncio.sleep(0)
+            if refused > 3:
+                break
+        await asyncio.gather(*tasks)
+    assert refused > 3
+
+
+@both_depths
+async def test_a_fatal_error_ends_everything_with_its_cause(engine_of: EngineOf, depth: int) -> None:
+    def act(step: int, output: StepOutput) -> StepOutput:
+        if step == 3:
+            raise FatalRunnerError("device lost")
+        return output
+
+    async with engine_of(ScriptedRunner(act), max_running=1, max_waiting=1, steps_in_flight_max=depth) as engine:
+        results = await asyncio.gather(
+            *(engine.generate([1], LONG) for _ in range(3)), return_exceptions=True
+        )  # fmt: skip
+        assert all(isinstance(error, EngineFailed) and "device lost" in str(error) for error in results), results
+        assert engine.state is EngineState.FAILED
+        assert isinstance(engine.failure, EngineFailed)
+        assert isinstance(engine.failure.__cause__, FatalRunnerError)
+        started = time.perf_counter()
+        with pytest.raises(EngineFailed, match="device lost") as caught:
+            await engine.generate([1], params(1))
+        assert isinstance(caught.value.__cause__, FatalRunnerError)
+        await engine.drain(timeout=10)
+        assert time.perf_counter() - started < 1
+    assert engine.state is EngineState.FAILED
+
+
+class Breaking(KVMemory):
+    """Raises out of one verb, from a moment on."""
+
+    broken: str = ""
+
+    def _break(self, verb: str) -> None:
+        if self.broken == verb:
+            raise RuntimeError(f"{verb} is broken")
+
+    def bind(self, plan: Any) -> Any:
+        self._break("bind")
+        return super().bind(plan)
+
+    def reserve(self, rows: Any, lengths: Any) -> Any:
+        self._break("reserve")
+        return super().reserve(rows, lengths)
+
+    def publish(self, rows: Any, lengths: Any) -> None:
+        self._break("publish")
+
+    def release(self, rows: Any, fences: Any, reason: str = "finish") -> None:
+        self._break("release")
+        super().release(rows, fences, reason)
+
+    def settle(self, step: int) -> None:
+        self._break("settle")
+        super().settle(step)
+
+
+@pytest.mark.parametrize("verb", ["bind", "reserve", "publish", "release", "settle"])
+@pytest.mark.parametrize("trigger", ["by itself", "abort", "leave"])
+@both_depths
+async def test_whatever_breaks_nobody_waits_for_ever(verb: str, trigger: str, depth: int) -> None:
+    """The books may not balance any more; but every stream ends, with an error, and the engine says that it failed."""
+    runner = ScriptedRunner(step_seconds=0.002)
+    memory = Breaking.for_runner(runner, capacity_tokens=1024, page_size=16)
+    assert isinstance(memory, Breaking)
+    engine = Engine(runner, memory, SchedulerConfig(max_running=2, steps_in_flight_max=depth))
+    with anyio.fail_after(10):
+        async with engine:
+            counts = [40, 41, 42, 400]
+            tasks = [asyncio.create_task(engine.generate([1], params(count), request_id=str(count))) for count in counts]
+            await until(lambda: engine.statistics().scheduler.output_tokens > 5)
+            memory.broken = verb
+            if trigger == "abort":
+                engine.abort("40")
+            elif trigger == "leave":
+                tasks[1].cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert engine.state is EngineState.FAILED
+    failed = [end for end in ends if isinstance(end, EngineFailed)]
+    assert len(failed) >= 2
+    assert all(isinstance(end, SchedulerError | Result | asyncio.CancelledError) for end in ends), ends
+    assert f"{verb} is broken" in str(failed[0])
+    assert runner.closed == 1
+
+
+async def test_a_step_that_fails_is_told_to_its_requests_only(engine_of: EngineOf) -> None:
+    def act(step: int, output: StepOutput) -> StepOutput:
+        if step == 1:
+            raise ValueError("not today")
+        return output
+
+    async with engine_of(ScriptedRunner(act), max_running=1) as engine:
+        first, second = await asyncio.gather(
+            engine.generate([1], params(3)), engine.generate([2], params(3)), return_exceptions=True
+        )
+        assert isinstance(first, RunnerFailed)
+        assert isinstance(first.__cause__, ValueError)
+        assert isinstance(second, Result)
+        async with engine.open([1], params(2)) as stream:
+            await read(stream)
+        assert final_of(stream).error is None
+    assert engine.statistics().errors["runner"] == 1
