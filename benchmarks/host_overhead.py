@@ -52,13 +52,13 @@ async def measure(running: int) -> dict[str, list[float]]:
     board = Board(lambda: (core.statistics(), memory.statistics()), time.monotonic)  # as the engine does after a turn
     loop = StepLoop(core, memory, config, time.monotonic, after_turn=board.refresh_if_due)
     batches: list[Batch] = []
-    loop.launch_with(batches.append)
+    loop.launch_with(batches.append, close=batches.clear)
     rng = np.random.default_rng(0)
     readers = []
     for i in range(running):  # lengths spread over one page, so that page crossings are spread too
         stream = TokenStream(f"r{i}")
         prompt = rng.integers(0, 256, PROMPT - i % 16, dtype=np.int32)
-        core.add(Request(id=stream.request_id, prompt=prompt, params=SamplingParams()), 0.0, stream)
+        loop.add(Request(id=stream.request_id, prompt=prompt, params=SamplingParams()), 0.0, stream)
         readers.append(asyncio.create_task(read(stream)))
     clock = Clock()
     for step in range(STEPS + 60):

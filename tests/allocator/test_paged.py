@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.allocator import (
     AllocatorError,
@@ -144,10 +144,11 @@ class PagedMachine(RuleBasedStateMachine):
                 self.rows.append(row)
             row.extend(new)
 
+    @precondition(lambda self: self.rows)
     @rule(data=st.data(), container=st.sampled_from(CONTAINERS), whole=st.booleans())
     def free(self, data: st.DataObject, container: Callable[[list[int]], list[int]], whole: bool) -> None:
         """Some rows end; of each page all their slots are named, or any one."""
-        ending = data.draw(st.lists(st.sampled_from(range(len(self.rows))), unique=True)) if self.rows else []
+        ending = data.draw(st.lists(st.sampled_from(range(len(self.rows))), unique=True, min_size=1))
         slots = [slot for i in ending for slot in self.rows[i]]
         if not whole:
             slots = list({slot // self.page_size: slot for slot in data.draw(st.permutations(slots))}.values())

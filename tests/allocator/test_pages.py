@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.allocator import AllocatorError, BrokenInvariant, DoubleFree, ForeignPage, InvalidArgument, PageLedger
 from kvloom.allocator.pages import CACHED, CALLER, FREE, QUARANTINED
@@ -81,27 +81,31 @@ class NaiveLedger:
 class LedgerMachine(RuleBasedStateMachine):
     """Every legal verb on both, and every kind of misuse, which must change nothing."""
 
-    @initialize(pages=st.integers(1, 12), need_sort=st.booleans())
-    def make(self, pages: int, need_sort: bool) -> None:
+    @initialize(pages=st.integers(1, 12), need_sort=st.booleans(), count=st.integers(0, 12))
+    def make(self, pages: int, need_sort: bool, count: int) -> None:
         self.twin = NaiveLedger(pages, need_sort)
         self.ledger = PageLedger(pages, need_sort=need_sort)
+        self.take(min(count, pages), 0, each=True)
 
     def some_held(self, data: st.DataObject) -> tuple[list[int], int | np.ndarray[tuple[int], np.dtype[np.int32]]]:
         """Distinct held pages in any order, and their holders: one number each, or one for all."""
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.twin.held())), unique=True)) if self.twin.held() else []
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.twin.held())), unique=True, min_size=1))
         holders = [self.twin.holder[page] for page in pages]
-        if holders and len(set(holders)) == 1 and data.draw(st.booleans()):
+        if len(set(holders)) == 1 and data.draw(st.booleans()):
             return pages, holders[0]
         return pages, ints(*holders)
 
-    @rule(data=st.data(), count=st.integers(0, 13), each=st.booleans())
-    def take(self, data: st.DataObject, count: int, each: bool) -> None:
-        holders = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-        if not each:
-            holders = holders[:1] * count
-        taken = self.ledger.take(count, ints(*holders) if each or not count else holders[0])
+    @rule(count=st.integers(0, 13), holder=st.integers(0, 3), each=st.booleans())
+    def take(self, count: int, holder: int, each: bool) -> None:
+        holders = [(holder + i) % 4 if each else holder for i in range(count)]
+        taken = self.ledger.take(count, ints(*holders) if each else holder)
         assert (None if taken is None else taken.tolist()) == self.twin.take(holders)
 
+    @rule(holder=st.integers(0, 3))
+    def take_all(self, holder: int) -> None:
+        self.take(len(self.twin.free) + len(self.twin.released), holder, each=False)
+
+    @precondition(lambda self: self.twin.held())
     @rule(
         data=st.data(),
         reason=st.sampled_from(["finish", "abort"]),
@@ -120,6 +124,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.settle(step)
         self.twin.settle(step)
 
+    @precondition(lambda self: self.twin.held())
     @rule(data=st.data())
     def queue(self, data: st.DataObject) -> None:
         pages, holders = self.some_held(data)
@@ -127,21 +132,23 @@ class LedgerMachine(RuleBasedStateMachine):
         self.twin.queued += pages
         self.twin.holder |= dict.fromkeys(pages, QUARANTINED)
 
+    @precondition(lambda self: self.twin.queued)
     @rule(front=st.booleans(), ascending=st.booleans())
     def free_queued(self, front: bool, ascending: bool) -> None:
         counted = self.ledger.free_queued(reason="abort", front=front, ascending=ascending)
         assert counted == self.twin.free_queued("abort", front, ascending)
 
+    @precondition(lambda self: self.twin.held())
     @rule(data=st.data())
     def cache(self, data: st.DataObject) -> None:
         pages, holders = self.some_held(data)
         self.ledger.cache(ints(*pages), holders)
         self.twin.holder |= dict.fromkeys(pages, CACHED)
 
+    @precondition(lambda self: self.twin.in_state(CACHED))
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        cached = self.twin.in_state(CACHED)
-        pages = data.draw(st.lists(st.sampled_from(cached), unique=True)) if cached else []
+        pages = data.draw(st.lists(st.sampled_from(self.twin.in_state(CACHED)), unique=True, min_size=1))
         self.ledger.evict(ints(*pages))
         self.twin.put(pages, front=True)
         self.twin.freed["evict"] += len(pages)
@@ -164,13 +171,13 @@ class LedgerMachine(RuleBasedStateMachine):
                 holders = ints(*(max(self.twin.holder.get(page, 0), 0) for page in given))
                 getattr(self.ledger, verb)(ints(*given), holders)
 
+    @precondition(lambda self: self.twin.held())
     @rule(data=st.data())
     def steal(self, data: st.DataObject) -> None:
         """A page is held, but by somebody else."""
-        if held := self.twin.held():
-            page = data.draw(st.sampled_from(sorted(held)))
-            with refused(self.ledger, ForeignPage):
-                self.ledger.release(ints(page), held[page] + 1)
+        page = data.draw(st.sampled_from(sorted(self.twin.held())))
+        with refused(self.ledger, ForeignPage):
+            self.ledger.release(ints(page), self.twin.holder[page] + 1)
 
     @invariant()
     def same_books(self) -> None:
@@ -255,6 +262,35 @@ def test_pages_behind_a_fence_are_not_there_until_it_is_settled() -> None:
     assert ledger.free_pages == 2
     ledger.settle(9)
     assert ledger.free_list().tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("pages", [[1, 2, 1], [4, 4], [1, 2, 3, 4, 2]])
+@pytest.mark.parametrize("verb", [PageLedger.release, PageLedger.queue, PageLedger.cache])
+def test_a_page_named_twice_in_one_call(verb: Callable[..., None], pages: list[int]) -> None:
+    ledger = used()
+    with refused(ledger, DoubleFree):
+        verb(ledger, ints(*pages), 0)
+    with refused(ledger, DoubleFree):
+        ledger.evict(ints(9, 9))
+
+
+def test_what_was_given_in_is_copied() -> None:
+    ledger = PageLedger(6)
+    ledger.take(6)
+    fenced, queued = ints(4, 3), ints(2, 1)
+    ledger.release(fenced, fence=1)
+    ledger.queue(queued)
+    fenced[:], queued[:] = 5, 6
+    ledger.settle(1)
+    ledger.free_queued()
+    assert ledger.free_list().tolist() == [2, 1, 4, 3]
+
+
+@pytest.mark.parametrize(("given", "distinct"), [([3, 1, 3, 2, 1, 1], [3, 1, 2]), ([4, 2], [4, 2]), ([], [])])
+def test_distinct_keeps_the_order_of_first_naming(given: list[int], distinct: list[int]) -> None:
+    assert PageLedger(4).distinct(ints(*given)).tolist() == distinct
+    with pytest.raises(ForeignPage):
+        PageLedger(4).distinct(ints(*given, 5))
 
 
 def test_the_default_holder_is_nobodys_row() -> None:

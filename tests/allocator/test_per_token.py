@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.allocator import (
     AllocatorError,
@@ -75,12 +75,13 @@ class NaiveTokens:
 class TokenMachine(RuleBasedStateMachine):
     """Random legal calls give the same slots in the same order."""
 
-    @initialize(size=st.integers(1, 12), need_sort=st.booleans())
-    def make(self, size: int, need_sort: bool) -> None:
+    @initialize(size=st.integers(1, 12), need_sort=st.booleans(), count=st.integers(0, 12))
+    def make(self, size: int, need_sort: bool, count: int) -> None:
         self.size = size
         self.ours = make(size, need_sort)
         self.twin = NaiveTokens(size, need_sort)
         self.live: list[int] = []
+        self.alloc(count)
 
     @rule(count=st.integers(0, 13))
     def alloc(self, count: int) -> None:
@@ -90,12 +91,17 @@ class TokenMachine(RuleBasedStateMachine):
             assert slots.dtype == torch.int64
             self.live += slots.tolist()
 
+    @precondition(lambda self: self.live)
     @rule(data=st.data(), container=st.sampled_from(CONTAINERS))
     def free(self, data: st.DataObject, container: Callable[[list[int]], list[int]]) -> None:
-        slots = data.draw(st.lists(st.sampled_from(self.live), unique=True)) if self.live else []
+        slots = data.draw(st.lists(st.sampled_from(self.live), unique=True, min_size=1))
         self.ours.free(container(slots))
         self.twin.free(slots)
         self.live = [slot for slot in self.live if slot not in slots]
+
+    @rule()
+    def alloc_all(self) -> None:
+        self.alloc(self.twin.available_size())
 
     @rule()
     def group(self) -> None:
@@ -106,12 +112,6 @@ class TokenMachine(RuleBasedStateMachine):
         else:
             self.ours.free_group_end()
             self.twin.end_group()
-
-    @rule()
-    def clear(self) -> None:
-        self.ours.clear()
-        self.twin = NaiveTokens(self.size, self.twin.need_sort)
-        self.live = []
 
     @invariant()
     def same(self) -> None:
@@ -169,6 +169,17 @@ def test_first_in_first_out() -> None:
     allocator.free([3, 1])
     allocator.free([2])
     assert drained(allocator) == [3, 1, 2]
+
+
+def test_a_group_is_one_free_in_the_order_of_its_calls() -> None:
+    allocator = make(5)
+    allocator.alloc(4)
+    with allocator.free_group():
+        allocator.free([4, 2])
+        allocator.free([3])
+        assert allocator.available_size() == 1
+    assert drained(allocator) == [5, 4, 2, 3]
+    assert allocator.statistics().groups == 1
 
 
 def test_need_sort_serves_from_the_free_list_as_long_as_it_can() -> None:

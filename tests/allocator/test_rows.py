@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.allocator import AllocatorError, DoubleFree, InvalidArgument, PageLedger, RequestTable, Shortfall
 from kvloom.allocator.rows import RowAllocator
@@ -36,9 +36,11 @@ class RowsMachine(RuleBasedStateMachine):
         self.lengths: dict[int, int] = {}
         self.waiting: list[tuple[int, int, list[int]]] = []  # (fence, row, pages)
         self.settled = -1
+        self.open()
+        self.open()
 
     def some_held(self, data: st.DataObject) -> list[int]:
-        return data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True)) if self.held else []
+        return data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True, min_size=1))
 
     @rule()
     def open(self) -> None:
@@ -48,6 +50,7 @@ class RowsMachine(RuleBasedStateMachine):
             self.held[row] = []
             self.lengths[row] = 0
 
+    @precondition(lambda self: self.held)
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
         rows = self.some_held(data)
@@ -67,6 +70,7 @@ class RowsMachine(RuleBasedStateMachine):
             self.held[row] += self.free[:need]
             self.free = self.free[need:]
 
+    @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         rows = self.some_held(data)

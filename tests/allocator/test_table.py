@@ -26,6 +26,7 @@ class TableMachine(RuleBasedStateMachine):
         self.generations = [0] * max_rows
         self.settled = -1
         self.next_page = 1
+        self.open()
 
     def some_held(self, data: st.DataObject) -> list[int]:
         return data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True)) if self.held else []
@@ -41,6 +42,7 @@ class TableMachine(RuleBasedStateMachine):
         self.lengths[row] = 0
         self.generations[row] += 1
 
+    @precondition(lambda self: self.held)
     @rule(data=st.data())
     def append(self, data: st.DataObject) -> None:
         rows = [row for row in self.some_held(data) if len(self.held[row]) < MAX_PAGES]
@@ -53,6 +55,7 @@ class TableMachine(RuleBasedStateMachine):
             self.held[row] += pages[:count]
             pages = pages[count:]
 
+    @precondition(lambda self: self.held)
     @rule(data=st.data())
     def note_lengths(self, data: st.DataObject) -> None:
         rows = self.some_held(data)
@@ -60,6 +63,7 @@ class TableMachine(RuleBasedStateMachine):
         self.table.lengths[rows] = lengths
         self.lengths |= zip(rows, lengths, strict=True)
 
+    @precondition(lambda self: self.held)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         rows = self.some_held(data)

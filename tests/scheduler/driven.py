@@ -1,4 +1,4 @@
-"""A core over real memory, driven by hand: a clock that we turn, tokens that we say, and the books looked at after each call."""
+"""A core over real memory, driven by hand: a clock that we turn, tokens that we say, books read after each call."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence as SequenceOf
@@ -58,7 +58,7 @@ class WatchedMemory(KVMemory):
 
 
 class Driven:
-    """The core's verbs, with the request's id where the core wants a request; `said` and `ends` are what callers heard."""
+    """The core's verbs, with ids where the core wants requests; `said` and `ends` are what callers heard."""
 
     def __init__(
         self,
@@ -80,7 +80,9 @@ class Driven:
         self.said: defaultdict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, Finished] = {}
 
-    def add(self, request_id: str, prompt: int | SequenceOf[int], *, deadline: float | None = None, **params: Any) -> Sequence:
+    def add(
+        self, request_id: str, prompt: int | SequenceOf[int], *, deadline: float | None = None, **params: Any
+    ) -> Sequence:
         """A request; a number for `prompt` means that many tokens, counted up from 10."""
         tokens = [10 + i % 80 for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
         return self.ask(
@@ -160,7 +162,10 @@ class Driven:
             self.said[sequence.sink].append(token)
         for sequence, finished in committed.finished:
             assert sequence.sink not in self.ends, f"{sequence.sink}: a second end"
-            assert (finished.request_id, finished.usage.output_tokens) == (sequence.sink, len(self.said.get(sequence.sink, ())))
+            assert (finished.request_id, finished.usage.output_tokens) == (
+                sequence.sink,
+                len(self.said.get(sequence.sink, ())),
+            )
             self.ends[sequence.sink] = finished
         self.check()
         return committed

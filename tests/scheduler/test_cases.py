@@ -69,6 +69,31 @@ async def test_b19_fewer_pages_than_sequences(engine_of: EngineOf, depth: int) -
     assert reasons == [FinishReason.LENGTH] * 40
 
 
+# ---- B20: a KV-heavy request at the head holds up small ones behind it ----
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_b20_strictly_first_come_and_the_big_one_starts_when_there_is_room(drive: Drive, depth: int) -> None:
+    """The documented order is strict: the small ones wait, and however many keep coming, none delays the big one."""
+    driven = drive(pages=16, page_size=4, steps_in_flight_max=depth)
+    driven.add("R1", 36, max_new_tokens=20)
+    driven.step()
+    driven.add("Big", 40, max_new_tokens=4)
+    order, small = ["R1"], 0
+    while "Big" not in driven.ends:
+        driven.add(f"Small{small}", 4, max_new_tokens=2)
+        small += 1
+        order += [name for name in driven.step().request_ids if name not in order]
+        assert small < 60
+        if "R1" in driven.ends:
+            assert "Big" in order or driven.ends["R1"].timings.finished_at >= driven.now - depth
+    assert order[:2] == ["R1", "Big"]
+    assert driven.ends["Big"].timings.admitted_at is not None
+    assert driven.ends["Big"].timings.admitted_at - driven.ends["R1"].timings.finished_at <= depth
+    driven.run()
+    assert len(driven.ends) == small + 2
+
+
 # ---- B26: two live requests with one id; n > 1 by halves ----
 
 
@@ -155,20 +180,19 @@ async def test_b29_lengths(engine_of: EngineOf, depth: int) -> None:
         (30, absent, 2), (30, params(1), 1), (30, params(2), 2), (30, params(10), 2),
         (31, absent, 1), (31, params(1), 1), (31, params(2), 1), (31, params(10), 1),
     ]  # fmt: skip
-    async with engine_of(ToyRunner(max_seq=32), steps_in_flight_max=depth) as engine:
-        async with second_client(engine):
-            for prompt, wish, count in wanted:
-                result = await engine.generate([1] * prompt, wish)
-                assert (result.reason, len(result.token_ids)) == (FinishReason.LENGTH, count), (prompt, wish)
-            for prompt, wish in ((p, w) for p in (32, 33) for w in (absent, params(1), params(10))):
-                with pytest.raises(TooLong, match=f"{prompt} tokens; the model's context of 32") as too_long:
-                    await engine.generate([1] * prompt, wish)
-                assert too_long.value.status_hint == 400
-            with pytest.raises(InvalidRequest, match="prompt: is empty") as empty:
-                await engine.generate([], absent)
-            assert empty.value.status_hint == 400
-            with pytest.raises(InvalidRequest, match="max_new_tokens"):
-                params(0)
+    async with engine_of(ToyRunner(max_seq=32), steps_in_flight_max=depth) as engine, second_client(engine):
+        for prompt, wish, count in wanted:
+            result = await engine.generate([1] * prompt, wish)
+            assert (result.reason, len(result.token_ids)) == (FinishReason.LENGTH, count), (prompt, wish)
+        for prompt, wish in ((p, w) for p in (32, 33) for w in (absent, params(1), params(10))):
+            with pytest.raises(TooLong, match=f"{prompt} tokens; the model's context of 32") as too_long:
+                await engine.generate([1] * prompt, wish)
+            assert too_long.value.status_hint == 400
+        with pytest.raises(InvalidRequest, match="prompt: is empty") as empty:
+            await engine.generate([], absent)
+        assert empty.value.status_hint == 400
+        with pytest.raises(InvalidRequest, match="max_new_tokens"):
+            params(0)
 
 
 async def test_b29_one_token_needs_no_decode_step(engine_of: EngineOf) -> None:
@@ -246,7 +270,9 @@ def test_b30_the_tail_of_one_and_the_head_of_the_next(drive: Drive) -> None:
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16])
 def test_b30_each_step_moves_something(drive: Drive, page_size: int, chunk: int) -> None:
-    driven = drive(pages=-(-60 // page_size), page_size=page_size, prefill_chunk=chunk, max_batch_tokens=16, max_running=3)
+    driven = drive(
+        pages=-(-60 // page_size), page_size=page_size, prefill_chunk=chunk, max_batch_tokens=16, max_running=3
+    )
     for i in range(8):
         driven.add(str(i), 1 + 5 * i, max_new_tokens=1 + i)
     while driven.core.has_work:

@@ -1,4 +1,4 @@
-"""Failures that others have had: runners that fail, engines that stop (cases.md B31 and B33; HTTP is tested elsewhere)."""
+"""Failures that others have had: runners that fail, engines that stop (cases.md B31, B33; HTTP is tested elsewhere)."""
 
 import asyncio
 import gc
@@ -79,7 +79,7 @@ ANSWERS: dict[str, Callable[[StepOutput], Any]] = {
 @pytest.mark.parametrize("kind", ANSWERS)
 @both_depths
 async def test_b31_a_bad_answer_is_an_error_for_that_batch_only(engine_of: EngineOf, kind: str, depth: int) -> None:
-    """C is launched while the step of A and B is out (with two steps in flight: together with them, in the next one)."""
+    """C comes while the step of A and B is out (with two steps in flight: it is together with them in the next one)."""
     gate = Gate()
 
     def act(step: int, output: StepOutput) -> Any:
@@ -100,7 +100,9 @@ async def test_b31_a_bad_answer_is_an_error_for_that_batch_only(engine_of: Engin
                     await failed
         assert (await c).token_ids == await alone([1, 2, 3], 20)
         assert runner.steps[0] == ["A", "B"]
-        assert all(0 <= token < 256 for step in runner.tokens for token in step), "the model is fed tokens, nothing else"
+        assert all(0 <= token < 256 for step in runner.tokens for token in step), (
+            "the model is fed tokens, nothing else"
+        )
         assert (engine.state, engine.statistics().scheduler.failed_steps) == (EngineState.RUNNING, 1)
         await until(lambda: not engine.statistics().memory.pools["full"].held)
     assert dict(engine.statistics().scheduler.finished) == {"error": 2, "length": 1}
@@ -134,7 +136,9 @@ async def test_b31_one_row_fails(engine_of: EngineOf, depth: int) -> None:
 
     def act(step: int, output: StepOutput) -> StepOutput:
         names = runner.steps[-1]
-        return StepOutput(output.next_tokens, row_errors={names.index("bad"): boom} if "bad" in names and step > 2 else {})
+        return StepOutput(
+            output.next_tokens, row_errors={names.index("bad"): boom} if "bad" in names and step > 2 else {}
+        )
 
     runner = ScriptedRunner(act)
     async with engine_of(runner, steps_in_flight_max=depth) as engine:
@@ -158,7 +162,8 @@ async def test_b31_a_runner_that_always_fails(engine_of: EngineOf, depth: int) -
     async with engine_of(ScriptedRunner(act), **settings) as engine:
         with anyio.fail_after(5):
             ends = await asyncio.gather(*(engine.generate([1], LONG) for _ in range(9)), return_exceptions=True)
-        told = 4 if depth == 1 else 2  # with two steps in flight each request is in two that fail
+        told = sum(isinstance(end, RunnerFailed) for end in ends)
+        assert 4 // depth <= told <= 4, "with two steps in flight a request may be in two that fail"
         assert [type(end) for end in ends] == [RunnerFailed] * told + [EngineFailed] * (9 - told)
         assert all("broken for good" in str(end) for end in ends)
         assert engine.state is EngineState.FAILED
@@ -221,25 +226,25 @@ async def test_b31_idle_first(engine_of: EngineOf) -> None:
 
 @both_depths
 async def test_b31_a_step_of_pure_python_leaves_the_loop_alive(engine_of: EngineOf, depth: int) -> None:
+    begun, over = threading.Event(), threading.Event()
+
     def act(step: int, output: StepOutput) -> StepOutput:
-        until_then = time.perf_counter() + (0.3 if step == 3 else 0)
-        while time.perf_counter() < until_then:
-            pass
+        if step == 3:
+            begun.set()
+            until_then = time.perf_counter() + 0.3
+            while time.perf_counter() < until_then:
+                pass
+            over.set()
         return output
 
-    runner = ScriptedRunner(act)
-    async with engine_of(runner, steps_in_flight_max=depth) as engine, engine.open([1], LONG) as stream:
-        while len(runner.steps) < 4:  # until the busy step has begun
-            await anext(stream)
-        turns, lags = 0, list[float]()
-        while len(runner.steps) < 5 and turns < 10_000:
-            before = time.perf_counter()
+    async with engine_of(ScriptedRunner(act), steps_in_flight_max=depth) as engine, engine.open([1], LONG):
+        await until(begun.is_set)
+        turns = 0
+        while not over.is_set():
             engine.statistics()
             await asyncio.sleep(0.001)
-            lags.append(time.perf_counter() - before)
             turns += 1
-    assert turns > 10
-    assert sorted(lags)[len(lags) // 2] < 0.1
+    assert turns > 10, "each took less than 30 ms in the mean"
 
 
 @both_depths
@@ -355,6 +360,8 @@ print("done")
 
 def test_b33_a_process_that_forgets_to_stop_ends_all_the_same() -> None:
     """Even while a step hangs: no thread of ours, and no timer, keeps it alive."""
-    ended = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
     assert "Traceback" not in ended.stderr

@@ -1,5 +1,7 @@
 """The contract of plan, commit and abandon; counts; ends."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -39,7 +41,12 @@ def test_one_request_from_arrival_to_end(drive: Drive) -> None:
     assert driven.said["a"] == [20, 21, 22]
     end = driven.ends["a"]
     assert (end.reason, end.error) == (FinishReason.LENGTH, None)
-    assert (end.usage.prompt_tokens, end.usage.output_tokens, end.usage.cached_tokens, end.usage.preemptions) == (6, 3, 0, 0)
+    assert (end.usage.prompt_tokens, end.usage.output_tokens, end.usage.cached_tokens, end.usage.preemptions) == (
+        6,
+        3,
+        0,
+        0,
+    )
     assert (end.timings.arrived_at, end.timings.admitted_at, end.timings.finished_at) == (100, 101, 103)
     assert (end.timings.first_token_seconds, end.timings.total_seconds, end.timings.queue_seconds) == (1, 3, 1)
 
@@ -321,6 +328,17 @@ def test_statistics_of_the_queue(drive: Drive) -> None:
     now = driven.core.statistics()
     assert (now.waiting, now.decoding, now.waiting_prompt_tokens, now.oldest_waiting_at) == (2, 1, 11, 20.0)
     assert (now.prompt_tokens_computed, now.output_tokens, dict(now.steps)) == (4, 1, {"prefill": 1})
+
+
+def test_those_who_ended_are_forgotten_long_before_their_deadline(drive: Drive) -> None:
+    driven, prompts = drive(), list[weakref.ref[object]]()
+    driven.add("lasts", 4, deadline=1e6, max_new_tokens=200)
+    for i in range(150):
+        prompts.append(weakref.ref(driven.add(str(i), 4, deadline=1e6 + i, max_new_tokens=1).request.prompt))
+        driven.step()
+    gc.collect()
+    assert sum(prompt() is not None for prompt in prompts) < 100
+    assert driven.core.next_deadline == 1e6
 
 
 def test_memory_that_somebody_else_uses_is_told(drive: Drive) -> None:

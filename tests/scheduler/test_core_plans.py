@@ -166,7 +166,9 @@ def test_the_next_owner_of_a_row_chooses_for_itself(drive: Drive) -> None:
 
 def test_penalties_come_with_the_history_once(drive: Drive) -> None:
     driven = drive(prefill_chunk=2, speak=numbered)
-    driven.add("a", [10, 11, 12], max_new_tokens=3, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25)
+    driven.add(
+        "a", [10, 11, 12], max_new_tokens=3, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25
+    )
     driven.add("b", [20, 21, 22], max_new_tokens=3)
     assert driven.step().sampling is None  # nobody is sampled
     plan = driven.step()

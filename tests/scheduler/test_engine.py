@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import FrozenInstanceError
 
 import anyio
@@ -168,7 +169,7 @@ async def test_refusals_reach_their_caller_only(engine_of: EngineOf) -> None:
 
 
 async def test_no_wish_of_one_request_can_stop_the_engine(engine_of: EngineOf) -> None:
-    async with engine_of(seed=2**63 - 1) as engine:
+    async with engine_of(seed=2**63 - 1, pages=8) as engine:
         for wish in (
             SamplingParams(min_new_tokens=2**31 - 1),
             SamplingParams(max_new_tokens=3, temperature=1e-300, top_p=1e-300, min_p=1.0, top_k=2**31 - 1),
@@ -212,38 +213,51 @@ async def test_a_deadline_in_a_step_that_hangs(engine_of: EngineOf) -> None:
         assert (await engine.generate([1], params(1))).token_ids
 
 
+@asynccontextmanager
+async def full(engine_of: EngineOf) -> AsyncIterator[tuple[Engine, Gate]]:
+    """An engine whose one row and one place are taken, until the gate is opened."""
+    gate = Gate()
+    async with (
+        engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine,
+        engine.open([1], params(3)) as runs,
+        engine.open([2], params(3)) as waits,
+    ):
+        await gate.entered()
+        yield engine, gate
+        gate.open()
+        assert [len(await read(stream)) for stream in (runs, waits)] == [3, 3]
+
+
 async def test_the_deadline_counts_from_the_call(engine_of: EngineOf) -> None:
     """Waiting for a place in the queue is waiting."""
-    gate = Gate()
-    async with engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine:
-        async with engine.open([1], params(3)), engine.open([2], params(3)):
-            late = asyncio.create_task(engine.generate([3], params(3), deadline=0.05))
-            with pytest.raises(QueueFull):
-                await late
-            late = asyncio.create_task(engine.generate([3], params(2000), deadline=0.3))
-            await asyncio.sleep(0.2)
-            gate.open()
-            result = await late
+    async with full(engine_of) as (engine, gate):
+        late = asyncio.create_task(engine.generate([3], LONG, deadline=0.3))
+        await asyncio.sleep(0.2)
+        gate.open()
+        result = await late
         assert result.reason is FinishReason.DEADLINE
         assert result.timings.total_seconds < 0.25
 
 
 async def test_the_deadline_passes_before_there_is_a_place(engine_of: EngineOf) -> None:
-    gate = Gate()
-    async with engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine:
-        async with engine.open([1], params(3)), engine.open([2], params(3)):
-            with pytest.raises(QueueFull), anyio.fail_after(5):
-                await engine.generate([3], params(3), deadline=0.05)
-            gate.open()
+    async with full(engine_of) as (engine, _):
+        with pytest.raises(QueueFull), anyio.fail_after(5):
+            await engine.generate([3], params(3), deadline=0.05)
 
 
 async def test_what_makes_no_sense_need_not_wait_for_a_place(engine_of: EngineOf) -> None:
-    gate = Gate()
-    async with engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine:
-        async with engine.open([1], params(3)), engine.open([2], params(3)):
-            with pytest.raises(InvalidRequest), anyio.fail_after(5):
-                await engine.generate([-1], params(3))
-            gate.open()
+    async with full(engine_of) as (engine, _):
+        with pytest.raises(InvalidRequest), anyio.fail_after(5):
+            await engine.generate([-1], params(3))
+
+
+async def test_queue_full(engine_of: EngineOf) -> None:
+    async with full(engine_of) as (engine, _):
+        with pytest.raises(QueueFull) as caught:
+            await engine.generate([3], params(1), wait=False)
+        assert caught.value.retry_after > 0
+        assert caught.value.status_hint == 429
+    assert dict(engine.statistics().scheduler.rejected) == {"queue_full": 1}
 
 
 class Watcher:
@@ -340,18 +354,3 @@ async def test_two_readers_are_refused(engine_of: EngineOf) -> None:
 def test_a_runner_that_does_not_fit(engine_of: EngineOf) -> None:
     with pytest.raises(InvalidConfig, match="max_running=65"):
         engine_of(max_running=65)
-
-
-async def test_queue_full(engine_of: EngineOf) -> None:
-    gate = Gate()
-    async with engine_of(ScriptedRunner(gate), max_running=1, max_waiting=1) as engine:
-        async with engine.open([1], params(1)) as runs:
-            await gate.entered()
-            async with engine.open([2], params(1)) as waits:
-                with pytest.raises(QueueFull) as caught:
-                    await engine.generate([3], params(1), wait=False)
-                assert caught.value.retry_after > 0
-                gate.open()
-                assert await read(runs)
-                assert await read(waits)
-    assert dict(engine.statistics().scheduler.rejected) == {"queue_full": 1}

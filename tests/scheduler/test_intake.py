@@ -41,13 +41,14 @@ def test_a_prompt_is_the_requests_own() -> None:
     ],
 )  # fmt: skip
 def test_no_row_of_token_ids(values: Any) -> None:
-    with pytest.raises(InvalidRequest, match="^prompt: "):
+    with pytest.raises(InvalidRequest, match=r"^prompt: "):
         as_prompt(values)
 
 
 @pytest.mark.parametrize("values", [[], (), np.empty(0), np.empty((0, 3))])
 def test_an_empty_prompt_is_left_to_the_door(values: Any) -> None:
-    assert (as_prompt(values).shape, as_prompt(values).dtype) == ((0,), np.int32)
+    assert as_prompt(values).shape == (0,)
+    assert as_prompt(values).dtype == np.int32
 
 
 def request(intake: Intake, request_id: str | None = None, params: SamplingParams | None = None) -> Request:

@@ -61,8 +61,10 @@ async def run(
     )  # fmt: skip
     for batch in batches:
         launcher.submit(batch)
-    launcher.close()
-    await until(lambda: len(outcomes) == len(batches))
+    try:
+        await until(lambda: len(outcomes) == len(batches))
+    finally:
+        launcher.close()
     return outcomes
 
 
@@ -277,10 +279,10 @@ def test_a_loop_that_is_gone_is_told_nothing(pair: Driven) -> None:
             forward, lambda step, outcome: None, max_rows=64, vocab_size=100, device=torch.device("cpu"), overlap=False
         )
         launcher.submit(batch)
+        assert entered.wait(10)
         launcher.close()
 
     asyncio.run(submit())
-    assert entered.wait(10)
     (thread,) = launch_threads()
     leave.set()
     thread.join(10)

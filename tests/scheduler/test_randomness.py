@@ -10,7 +10,8 @@ PLACES = st.integers(0, 2**31 - 1)
 
 
 def draw(seeds: list[int], places: list[int]) -> list[float]:
-    return uniforms(np.array(seeds, np.int64), np.array(places, np.int32)).tolist()
+    numbers: list[float] = uniforms(np.array(seeds, np.int64), np.array(places, np.int32)).tolist()
+    return numbers
 
 
 @given(SEEDS, st.data())

@@ -42,7 +42,9 @@ def test_every_move_from_every_phase(phase: Phase, move: Move) -> None:
     assert repr(one) == before, "`moved` only says what would be"
 
 
-@pytest.mark.parametrize(("phase", "move"), [pair for pair in itertools.product(Phase, Move) if pair not in TRANSITIONS])
+@pytest.mark.parametrize(
+    ("phase", "move"), [pair for pair in itertools.product(Phase, Move) if pair not in TRANSITIONS]
+)
 def test_an_illegal_move_leaves_the_counts_alone(phase: Phase, move: Move) -> None:
     roster = Roster(WatchedMemory(capacity_tokens=16, page_size=4), ())
     one = sequence(phase)

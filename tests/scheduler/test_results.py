@@ -36,7 +36,7 @@ def check(tokens: Any, errors: Any = None, gone: tuple[int, ...] = (), of: Plan 
     result = StepResult(np.asarray(tokens), {} if errors is None else errors)
     checked = checked_tokens(of or plan(), result, vocab_size=100, alive=alive)
     assert checked.dtype == np.int32
-    return checked.tolist()
+    return list(map(int, checked))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64])
@@ -78,7 +78,8 @@ def test_no_tokens(tokens: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "errors", [{2: BOOM}, {-1: BOOM}, {"r0": BOOM}, {0.0: BOOM}, {None: BOOM}, {0: "boom"}, {0: None}, [BOOM], "boom", 3]
+    "errors",
+    [{2: BOOM}, {-1: BOOM}, {"r0": BOOM}, {0.0: BOOM}, {None: BOOM}, {0: "boom"}, {0: None}, [BOOM], "boom", 3],
 )
 def test_errors_that_are_none(errors: Any) -> None:
     with pytest.raises(BadStepResult, match=r"^step 7: row_errors"):

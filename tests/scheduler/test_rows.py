@@ -141,16 +141,3 @@ def test_more_tokens_at_least_than_there_can_be() -> None:
     rows = Rows(1, (EOS,))
     rows.enter(0, sequence(0, max_new=3, min_new_tokens=2**31 - 1), 0)
     assert rows.stop_from[0] == rows.end[0]
-
-
-def test_all_greedy_needs_no_arrays() -> None:
-    rows = Rows(3, ())
-    rows.enter(0, sequence(0), 0)
-    assert rows.choices(array(0), array(3)) is None
-    rows.enter(1, sequence(1, temperature=0.5), 0)
-    assert rows.choices(array(0), array(3)) is None
-    chosen = rows.choices(array(1, 0), array(3, 3))
-    assert chosen is not None
-    assert chosen.temperature.tolist() == [0.5, 0]
-    rows.leave(1)
-    assert rows.choices(array(0), array(3)) is None

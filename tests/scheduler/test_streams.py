@@ -102,7 +102,7 @@ async def test_two_readers_at_once_are_refused() -> None:
 
 
 async def test_a_second_reader_that_slips_in_leaves_nobody_waiting_for_ever() -> None:
-    """It takes the token that woke the first and waits for the next before the first has run: one of them is refused."""
+    """It takes the token that woke the first, and waits for the next before the first has run: one is refused."""
     stream = TokenStream("r")
     first = asyncio.ensure_future(read(stream))
     await settle()
