@@ -80,17 +80,15 @@ class Engine:
         self._board = Board(self._take_picture, self._clock)  # this thread's from here on
         self._runner.attach(self._memory.pools)
         await anyio.to_thread.run_sync(self._runner.warmup, self._config.max_running, self._config.max_batch_tokens)
+        spec = self._runner.spec
         self._launcher = Launcher(
-            self._runner.forward,
-            self._loop.report,
-            max_rows=self._memory.max_rows,
-            vocab_size=self._runner.spec.vocab_size,
-            device=self._runner.spec.device,
-            overlap=self._config.steps_in_flight_max > 1,
-        )
+            self._runner.forward, self._loop.report, max_rows=self._memory.max_rows, vocab_size=spec.vocab_size,
+            device=spec.device, overlap=self._config.steps_in_flight_max > 1,
+        )  # fmt: skip
         self._loop.launch_with(self._launcher.submit, self._launcher.close)
         self._tasks = await anyio.create_task_group().__aenter__()
-        self._tasks.start_soon(self._loop.run, name="kvloom loop")
+        self._serving = anyio.CancelScope(shield=True)
+        self._tasks.start_soon(self._serve, name="kvloom loop")
         self._tasks.start_soon(self._watch, name="kvloom watch")
         self._state = EngineState.RUNNING
         return self
@@ -103,13 +101,14 @@ class Engine:
             try:
                 await self._stop()
             finally:
+                self._serving.cancel()
                 self._tasks.cancel_scope.cancel()
                 await self._tasks.__aexit__(None, None, None)
 
     async def drain(self, timeout: float | None = None) -> None:
         """Take no new requests, let the live ones finish, then stop; those left after `timeout` seconds end.
 
-        They end with `FinishReason.SHUTDOWN`.  A second call, or one on a stopped engine, returns when the first has.
+        They end with `FinishReason.SHUTDOWN`.  Called again, the first timeout that passes counts for all.
         """
         if self._state in (EngineState.RUNNING, EngineState.PAUSED):
             self._state = EngineState.DRAINING
@@ -272,13 +271,17 @@ class Engine:
     def _after_turn(self) -> None:
         if self._loop.idle:
             self._board.refresh()
+            self._idle.set()
+            self._idle = anyio.Event()
         else:
             self._board.refresh_if_due()
         if len(self._places):
             self._places.grant(self._core.free_places)
-        if self._loop.idle:
-            self._idle.set()
-            self._idle = anyio.Event()
+
+    async def _serve(self) -> None:
+        """The loop, shielded: a host that is cancelled leaves before its requests lose their loop."""
+        with self._serving:
+            await self._loop.run()
 
     async def _watch(self) -> None:
         """Deadlines and stalls, while a step is out and the loop has no turn; asleep when there is no work."""
@@ -291,7 +294,6 @@ class Engine:
             self._loop.end(self._core.expire)
             if self.stalled != reported:
                 reported = self.stalled
-                self._log.error(
-                    "step_stalled" if reported else "step_came_back", step_timeout=self._config.step_timeout
-                )
+                event = "step_stalled" if reported else "step_came_back"
+                self._log.error(event, step_timeout=self._config.step_timeout)
                 self._board.refresh()

@@ -86,53 +86,55 @@ async def test_many_at_once_say_what_each_says_alone(engine_of: EngineOf, depth:
     assert finished(engine) == {"length": 25}
 
 
+async def use(engine: Engine, way: str, streams: list[TokenStream]) -> None:
+    """Open a request and leave it in one of many ways."""
+    async with engine.open([7] * 40, LONG) as stream:
+        streams.append(stream)
+        if way == "never read":
+            return
+        async for _ in stream:
+            if way == "break":
+                break
+            if way == "raise":
+                raise ZeroDivisionError
+            if way == "return":
+                return
+            if way == "abort":
+                engine.abort(stream.request_id)
+
+
+async def deltas_of(engine: Engine, streams: list[TokenStream]) -> AsyncIterator[Delta]:
+    async with engine.open([7] * 40, LONG) as stream:
+        streams.append(stream)
+        async for delta in stream:
+            yield delta
+
+
 @pytest.mark.parametrize("way", ["break", "raise", "return", "cancel", "timeout", "never read", "abort", "close"])
 @both_depths
 async def test_leaving_is_aborting(engine_of: EngineOf, way: str, depth: int) -> None:
     streams: list[TokenStream] = []
-
-    async def use(engine: Engine) -> None:
-        async with engine.open([7] * 40, LONG) as stream:
-            streams.append(stream)
-            if way == "never read":
-                return
-            async for _ in stream:
-                if way == "break":
-                    break
-                if way == "raise":
-                    raise ZeroDivisionError
-                if way == "return":
-                    return
-                if way == "abort":
-                    engine.abort(stream.request_id)
-
-    async def generator(engine: Engine) -> AsyncIterator[Delta]:
-        async with engine.open([7] * 40, LONG) as stream:
-            streams.append(stream)
-            async for delta in stream:
-                yield delta
-
     async with engine_of(steps_in_flight_max=depth) as engine:
         if way == "raise":
             with pytest.raises(ZeroDivisionError):
-                await use(engine)
+                await use(engine, way, streams)
         elif way == "cancel":
-            task = asyncio.create_task(use(engine))
+            task = asyncio.create_task(use(engine, way, streams))
             await until(lambda: engine.statistics().scheduler.output_tokens > 2)
             task.cancel()
             await asyncio.wait([task])
         elif way == "timeout":
             with anyio.move_on_after(0.05) as scope:
-                await use(engine)
+                await use(engine, way, streams)
             assert scope.cancelled_caught
         elif way == "close":
-            async for _ in (deltas := generator(engine)):
+            async for _ in (deltas := deltas_of(engine, streams)):
                 break
             del deltas, _  # nobody closes it: Python does, when it finds it
             gc.collect()
             await until(lambda: streams[0].final)
         else:
-            await use(engine)
+            await use(engine, way, streams)
         assert final_of(streams[0]).reason is FinishReason.ABORT
         assert live(engine) == 0
         said = final_of(streams[0]).usage.output_tokens
