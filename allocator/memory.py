@@ -151,7 +151,16 @@ class KVMemory:
         self.table.settle(step)
 
     def bind(self, plan: StepPlan) -> Batch:
-        """The batch of a plan: picks slots, writes the device's page table; one upload, at most two launches."""
+        """The batch of a plan: picks slots, writes the device's page table; one upload, at most two launches.
+
+        Raises InvalidArgument, with nothing sent, when the plan goes beyond what its rows have reserved.
+        """
+        reserved = self.table.lengths[plan.rows]
+        if (plan.seq_lens > reserved).any():
+            i = int(np.argmax(plan.seq_lens > reserved))
+            raise InvalidArgument(
+                f"step {plan.step} writes row {plan.rows[i]} up to token {plan.seq_lens[i]}; {reserved[i]} are reserved"
+            )
         host = self._host_arrays(plan)
         out, sent = self._binding.slots(host, plan.decode_rows, {})
         batch = Batch(

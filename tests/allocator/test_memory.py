@@ -367,11 +367,8 @@ def test_tokens_in_flight_keep_their_source() -> None:
     assert batch.token_ids.tolist() == [42]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bind trusts the plan; checking it against the reserved lengths costs a few us in each step"
-)
 def test_a_plan_beyond_what_was_reserved_is_refused() -> None:
     memory = make()
     row = admitted(memory, 3)
-    with pytest.raises((InvalidArgument, BrokenInvariant)):  # else: slots in the dump page
+    with pytest.raises(InvalidArgument, match=f"row {row} up to token 9; 3 are reserved"):  # else: the dump page
         memory.bind(Step(0, ints(row), ints(0), ints(9), 0, ints(*range(9)), ints(0)))
