@@ -22,7 +22,11 @@ class ForeignPage(AllocatorError):
 
 
 class GroupMisuse(AllocatorError):
-    """A free group was begun inside another one; the open group keeps all that it had queued."""
+    """A free group was begun, or a state from before it restored, inside an open one, which keeps its queue."""
+
+
+class StaleState(AllocatorError):
+    """A state of another allocator, or one that can be restored no more; nothing was changed."""
 
 
 class BrokenInvariant(AllocatorError):

@@ -162,7 +162,7 @@ class KVMemory:
                 f"step {plan.step} writes row {plan.rows[i]} up to token {plan.seq_lens[i]}; {reserved[i]} are reserved"
             )
         host = self._host_arrays(plan)
-        out, sent = self._binding.slots(host, plan.decode_rows, {})
+        out, sent = self._binding.slots(host, plan.decode_rows)
         batch = Batch(
             step=plan.step,
             decode_rows=plan.decode_rows,

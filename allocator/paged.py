@@ -25,7 +25,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         need_size = whole("need_size", need_size)
         if need_size < 0 or need_size % self.page_size:
             raise InvalidArgument(f"need_size={need_size} is not a multiple of page_size={self.page_size} from 0 up")
-        pages = self.ledger.take(need_size // self.page_size)
+        pages = self._take(need_size // self.page_size)
         if pages is None:
             return None
         with self._given_back_on_error(pages):
@@ -48,7 +48,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         grown = self._require_growth(prefix, seq, len(last_loc), tokens)
         self._require_last_loc(last_loc, prefix)
         need = page_count(seq, self.page_size) - page_count(prefix, self.page_size)
-        pages = self.ledger.take(int(need.sum()))
+        pages = self._take(int(need.sum()))
         if pages is None:
             return None
         with self._given_back_on_error(pages):
@@ -76,7 +76,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._require_growth(seq - 1, seq, len(last_loc), len(seq))
         self._require_last_loc(last_loc, seq - 1)
         crossing = (seq - 1) % self.page_size == 0
-        pages = self.ledger.take(int(np.count_nonzero(crossing)))
+        pages = self._take(int(np.count_nonzero(crossing)))
         if pages is None:
             return None
         with self._given_back_on_error(pages):
@@ -104,10 +104,13 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             raise InvalidArgument(f"extend_num_tokens={tokens}, but the rows grow by {total}")
         return grown
 
-    def _require_last_loc(self, last_loc: Ints, prefix: NDArray[np.int64]) -> None:
-        """Last slots on the host must be held and stand where the lengths say; those on the device are trusted."""
+    def _require_last_loc(self, last_loc: Ints, prefix: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Last slots on the host must be held and stand where the lengths say; those on the device (None) are trusted.
+
+        Answers those on the host.
+        """
         if isinstance(last_loc, torch.Tensor) and last_loc.device.type != "cpu":
-            return
+            return None
         last = host_ints("last_loc", last_loc)
         wrong = np.where(prefix > 0, (last < self.page_size) | ((last + 1 - prefix) % self.page_size != 0), last != -1)
         if wrong.any():
@@ -118,18 +121,9 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         loose = self.ledger.holders_of((ends // self.page_size).astype(np.int32)) != CALLER
         if loose.any():
             raise ForeignPage(f"rows end at slots {ends[loose][:8].tolist()}, whose pages nobody holds")
+        return last
 
     def _on_device(self, values: Ints) -> torch.Tensor:
         if isinstance(values, torch.Tensor):
-            return values.to(self.device, torch.int64, non_blocking=True).contiguous()
+            return values.to(self.device, self.index_dtype, non_blocking=True).contiguous()
         return self._to_tensor(host_ints("last_loc", values))
-
-    def _pages_of(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
-        self._require_slots(slots)
-        return np.unique(slots // self.page_size).astype(np.int32)
-
-    def _free_pages(self, pages: NDArray[np.int32]) -> None:
-        self.ledger.release(pages, front=True)
-
-    def _flush_group(self) -> None:
-        self.ledger.free_queued(front=True, ascending=True)

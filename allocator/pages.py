@@ -1,6 +1,6 @@
 """PageLedger: the one truth about the pages of a pool.
 
-Every page is in exactly one state, named by one number per page (`_holder`):
+Every page is in exactly one state, named by one number per page (`Books.holder`):
 
     free          in the free list or the released list; may be taken
     held          by one holder, a number >= 0 (a row of the request table, or the caller of a public allocator)
@@ -16,21 +16,18 @@ The fence comes from TigerBeetle's free set, where a released block is reusable 
 it is durable; read "the step that names it is settled" for "durable".
 """
 
-from collections import Counter, deque
-
 import numpy as np
 from numpy.typing import NDArray
 
-from kvloom.allocator.errors import BrokenInvariant, DoubleFree, ForeignPage, InvalidArgument
+from kvloom.allocator.books import CACHED, CALLER, DUMP, FREE, QUARANTINED, Books
+from kvloom.allocator.errors import InvalidArgument
 from kvloom.allocator.indices import whole
+from kvloom.allocator.page_checks import Holders, Index, PageChecks
 from kvloom.allocator.reports import PoolStatistics
-from kvloom.allocator.ring import PageArray, PageRing
+from kvloom.allocator.ring import PageArray
+from kvloom.allocator.snapshots import LedgerState, Snapshots
 
-FREE = -1
-QUARANTINED = -2
-CACHED = -3
-DUMP = -4  # page 0: where padding writes; never handed out
-CALLER = 2**31 - 2  # the holder of pages taken through a public allocator; no row has this number
+__all__ = ["CACHED", "CALLER", "DUMP", "FREE", "QUARANTINED", "PageLedger"]
 
 
 class PageLedger:
@@ -51,39 +48,27 @@ class PageLedger:
         self.pages = pages
         self.page_size = page_size
         self.need_sort = need_sort
-        self._holder = np.full(pages + 1, FREE, np.int32)
-        self._mark = np.zeros(pages + 1, np.int32)  # scratch: finds ids named twice without sorting
-        self._free = PageRing(pages)
-        self._released = PageRing(pages if need_sort else 0)
-        self._waiting: deque[tuple[int, PageArray, bool]] = deque()  # (fence, pages, to the front)
-        self._queued: list[PageArray] = []  # the open free group
+        self._checks = PageChecks(pool, pages)
+        self._snapshots = Snapshots(pool)
         self.clear()
 
     def clear(self) -> None:
-        """As new: every page free, in ascending order; counters since start too."""
-        self._holder.fill(FREE)
-        self._holder[0] = DUMP
-        self._free.clear()
-        self._released.clear()
-        self._waiting.clear()
-        self._queued.clear()
-        self._free.push_back(np.arange(1, self.pages + 1, dtype=np.int32))
+        """As new: every page free, in ascending order; counters since start too.  No state outlives this."""
+        self._snapshots.end_all()
+        self._books = Books.fresh(self.pages, self.need_sort)
         self._settled = -1
-        self._held = self._cached = self._quarantined = self._peak_held = 0
-        self._allocated = self._failures = self._groups = self._sorts = 0
-        self._freed: Counter[str] = Counter()
 
     @property
     def free_pages(self) -> int:
         """Pages that `take` could hand out now."""
-        return len(self._free) + len(self._released)
+        return len(self._books.free) + len(self._books.released)
 
     @property
     def held_pages(self) -> int:
         """Pages with a holder."""
-        return self._held
+        return self._books.held
 
-    def take(self, count: int, holders: int | NDArray[np.int32] = CALLER) -> PageArray | None:
+    def take(self, count: int, holders: Holders = CALLER) -> PageArray | None:
         """The first `count` free pages, int32, now held by `holders` (one for all, or one each); None when short.
 
         Mutates nothing when short, except the count of failures.  Raises InvalidArgument and changes nothing.
@@ -91,23 +76,24 @@ class PageLedger:
         count = whole("count", count)
         if count < 0:
             raise InvalidArgument(f"pool {self.pool!r}: cannot take {count} pages")
-        self._require_holders(holders, count)
+        self._checks.holders(holders, count)
+        books = self._books
         if count > self.free_pages:
-            self._failures += 1
+            books.failures += 1
             return None
-        if count > len(self._free):
+        if count > len(books.free):
             self._merge_released()
-        pages = self._free.take(count)
-        self._holder[pages] = holders
-        self._held += count
-        self._allocated += count
-        self._peak_held = max(self._peak_held, self._held)
+        pages = books.free.take(count)
+        books.holder[pages.astype(np.intp)] = holders
+        books.held += count
+        books.allocated += count
+        books.peak_held = max(books.peak_held, books.held)
         return pages
 
     def release(
         self,
         pages: PageArray,
-        holders: int | NDArray[np.int32] = CALLER,
+        holders: Holders = CALLER,
         *,
         reason: str = "finish",
         fence: int = -1,
@@ -120,169 +106,167 @@ class PageLedger:
         """
         if len(pages) == 0:
             return
-        self._require_held_by(holders, pages)
-        self._held -= len(pages)
-        self._freed[reason] += len(pages)
-        self._groups += 1
-        if fence <= self._settled:
-            self._to_free(pages, front)
-            return
-        self._holder[pages] = QUARANTINED
-        self._quarantined += len(pages)
-        self._waiting.append((fence, np.array(pages, np.int32), front))
+        fence = whole("fence", fence)
+        self._take_back(pages, self._distinct_held(pages, holders), reason, fence, front)
+
+    def release_lines(self, pages: PageArray, holders: NDArray[np.int32], *, reason: str, fence: int) -> None:
+        """`release` for pages of a request table's lines, which are distinct as the table has them."""
+        if len(pages):
+            index = self._checks.held(self._books.holder, holders, pages)
+            self._take_back(pages, index, reason, fence, front=True)
 
     def settle(self, step: int) -> None:
         """Step `step` is over: pages fenced up to it are free.  Cheap when there are none."""
         self._settled = max(self._settled, step)
-        for _ in range(len(self._waiting)):
-            fence, pages, front = self._waiting.popleft()
+        books = self._books
+        for _ in range(len(books.waiting)):
+            fence, pages, front = books.waiting.popleft()
             if fence <= self._settled:
-                self._quarantined -= len(pages)
-                self._to_free(pages, front)
+                books.quarantined -= len(pages)
+                self._to_free(pages, pages.astype(np.intp), front)
             else:
-                self._waiting.append((fence, pages, front))
+                books.waiting.append((fence, pages, front))
 
-    def queue(self, pages: PageArray, holders: int | NDArray[np.int32] = CALLER) -> None:
+    def queue(self, pages: PageArray, holders: Holders = CALLER) -> None:
         """Give back distinct pages of `holders`, but only with the next `free_queued`.  Raises like `release`.
 
         The ids are copied here: what the caller does to its array afterwards changes nothing.
         """
         if len(pages) == 0:
             return
-        self._require_held_by(holders, pages)
-        self._holder[pages] = QUARANTINED
-        self._held -= len(pages)
-        self._quarantined += len(pages)
-        self._queued.append(np.array(pages, np.int32))
+        index = self._distinct_held(pages, holders)
+        books = self._leave(pages)
+        books.holder[index] = QUARANTINED
+        books.quarantined += len(pages)
+        books.queued.append(np.array(pages, np.int32))
 
     def free_queued(self, *, reason: str = "finish", front: bool = True, ascending: bool = False) -> int:
         """All that was queued is free, in queue order (or ascending); returns the number of pages."""
-        if not self._queued:
+        books = self._books
+        if not books.queued:
             return 0
-        pages = np.concatenate(self._queued)
-        self._queued.clear()
-        self._quarantined -= len(pages)
-        self._freed[reason] += len(pages)
-        self._groups += 1
-        self._to_free(np.sort(pages) if ascending else pages, front)
+        pages = np.concatenate(books.queued)
+        books.queued.clear()
+        books.quarantined -= len(pages)
+        books.freed[reason] += len(pages)
+        books.groups += 1
+        pages = np.sort(pages) if ascending else pages
+        self._to_free(pages, pages.astype(np.intp), front)
         return len(pages)
 
-    def cache(self, pages: PageArray, holders: int | NDArray[np.int32]) -> None:
+    def hand_over(self, pages: PageArray, holders: Holders, new_holder: int) -> None:
+        """Distinct pages of `holders` are now held by `new_holder`.  Raises ForeignPage or DoubleFree."""
+        index = self._distinct_held(pages, holders)
+        books = self._leave(pages)
+        books.holder[index] = new_holder
+        books.held += len(pages)
+
+    def cache(self, pages: PageArray, holders: Holders) -> None:
         """Distinct pages of `holders` now belong to the prefix cache.  Raises ForeignPage or DoubleFree."""
-        self._require_held_by(holders, pages)
-        self._holder[pages] = CACHED
-        self._held -= len(pages)
-        self._cached += len(pages)
+        index = self._distinct_held(pages, holders)
+        books = self._leave(pages)
+        books.holder[index] = CACHED
+        books.cached += len(pages)
 
     def evict(self, pages: PageArray) -> None:
         """Distinct pages of the prefix cache are free again.  Raises ForeignPage or DoubleFree."""
-        self._require(CACHED, pages)
-        self._cached -= len(pages)
-        self._freed["evict"] += len(pages)
-        self._to_free(pages, front=True)
+        index = self._checks.distinct(pages, self._checks.state(self._books.holder, CACHED, pages))
+        if self._snapshots.outstanding:
+            self._snapshots.lose(pages)
+        self._books.cached -= len(pages)
+        self._books.freed["evict"] += len(pages)
+        self._to_free(pages, index, front=True)
+
+    def backup_state(self) -> LedgerState:
+        """A state to come back to: the books, not the settled steps, for time goes on; O(pages)."""
+        return self._snapshots.take(self._books)
+
+    def require_restorable(self, state: LedgerState) -> None:
+        """Raise StaleState unless `state` can be restored; see `kvloom.allocator.snapshots`."""
+        self._snapshots.require(state)
+
+    def restore_state(self, state: LedgerState) -> None:
+        """Pages are where they were; those whose fence has been settled since are free.
+
+        No step in flight may use pages taken since.  Ends `state` and younger ones.  Raises StaleState and changes
+        nothing.
+        """
+        self._books = self._snapshots.give(state)
+        self.settle(self._settled)
 
     def holders_of(self, pages: PageArray) -> NDArray[np.int32]:
         """Who has each page: a holder's number, or FREE, QUARANTINED, CACHED, DUMP.  Raises ForeignPage."""
-        self._require_in_pool(pages)
-        return self._holder[pages]
+        return self._books.holder[self._checks.in_pool(pages)]
+
+    def require_held(self, pages: PageArray, holders: Holders = CALLER) -> None:
+        """Raise ForeignPage or DoubleFree unless each page is held by its holder and none is named twice."""
+        self._distinct_held(pages, holders)
 
     def distinct(self, pages: PageArray) -> PageArray:
         """`pages` in order, each only where it comes first; O(pages).  Raises ForeignPage."""
-        self._require_in_pool(pages)
-        order = np.arange(len(pages), dtype=np.int32)
-        self._mark[pages[::-1]] = order[::-1]  # of several writes to one place the last one stays: the first here
-        first: NDArray[np.bool_] = self._mark[pages] == order
-        return pages[first]
+        return pages[self._checks.firsts(self._checks.in_pool(pages))]
 
     def free_list(self) -> PageArray:
         """All free pages in the order in which they would be taken without a merge, then the released ones; O(free)."""
-        return np.concatenate((self._free.to_array(), self._released.to_array()))
+        return self._books.free_list()
 
     def statistics(self) -> PoolStatistics:
         """An immutable report."""
+        books = self._books
         return PoolStatistics(
             pool=self.pool,
             page_size=self.page_size,
             capacity=self.pages,
             free=self.free_pages,
-            held=self._held,
-            cached=self._cached,
-            quarantined=self._quarantined,
-            peak_held=self._peak_held,
-            allocated=self._allocated,
-            freed=dict(self._freed),
-            failures=self._failures,
-            groups=self._groups,
-            sorts=self._sorts,
+            held=books.held,
+            cached=books.cached,
+            quarantined=books.quarantined,
+            peak_held=books.peak_held,
+            allocated=books.allocated,
+            freed=dict(books.freed),
+            failures=books.failures,
+            groups=books.groups,
+            sorts=books.sorts,
         )
 
     def check(self) -> None:
         """Raise BrokenInvariant unless every page is in exactly one state and the counts agree; O(pages)."""
-        waiting = [np.empty(0, np.int32), *self._queued, *(pages for _, pages, _ in self._waiting)]
-        for state, listed in ((FREE, self.free_list()), (QUARANTINED, np.concatenate(waiting))):
-            if not np.array_equal(np.sort(listed), np.flatnonzero(self._holder == state)):
-                raise BrokenInvariant(f"pool {self.pool!r}: the pages listed as {state} are not those in that state")
-        by_page = {
-            "held": (int(np.count_nonzero(self._holder >= 0)), self._held),
-            "cached": (int(np.count_nonzero(self._holder == CACHED)), self._cached),
-            "quarantined": (int(np.count_nonzero(self._holder == QUARANTINED)), self._quarantined),
-            "free": (int(np.count_nonzero(self._holder == FREE)), self.free_pages),
-        }
-        total = sum(counted for _, counted in by_page.values())
-        if (
-            any(pages != counted for pages, counted in by_page.values())
-            or total != self.pages
-            or self._holder[0] != DUMP
-        ):
-            raise BrokenInvariant(f"pool {self.pool!r} of {self.pages} pages: (by page, counted) {by_page}")
+        self._books.check(self.pool)
 
-    def _to_free(self, pages: PageArray, front: bool) -> None:
-        self._holder[pages] = FREE
-        home = self._released if self.need_sort else self._free
+    def _distinct_held(self, pages: PageArray, holders: Holders) -> Index:
+        return self._checks.distinct(pages, self._checks.held(self._books.holder, holders, pages))
+
+    def _leave(self, pages: PageArray) -> Books:
+        """The books, in which these pages no longer count as held."""
+        if self._snapshots.outstanding:
+            self._snapshots.lose(pages)
+        self._books.held -= len(pages)
+        return self._books
+
+    def _take_back(self, pages: PageArray, index: Index, reason: str, fence: int, front: bool) -> None:
+        books = self._leave(pages)
+        books.freed[reason] += len(pages)
+        books.groups += 1
+        if fence <= self._settled:
+            self._to_free(pages, index, front)
+            return
+        books.holder[index] = QUARANTINED
+        books.quarantined += len(pages)
+        books.waiting.append((fence, np.array(pages, np.int32), front))
+
+    def _to_free(self, pages: PageArray, index: Index, front: bool) -> None:
+        books = self._books
+        books.holder[index] = FREE
+        home = books.released if self.need_sort else books.free
         if front:
             home.push_front(pages)
         else:
             home.push_back(pages)
 
     def _merge_released(self) -> None:
-        merged = np.sort(self.free_list())
-        self._free.clear()
-        self._released.clear()
-        self._free.push_back(merged)
-        self._sorts += 1
-
-    def _require_in_pool(self, pages: PageArray) -> None:
-        if len(pages) and (pages.min() < 1 or pages.max() > self.pages):
-            wrong = pages[(pages < 1) | (pages > self.pages)]
-            raise ForeignPage(f"pool {self.pool!r} has pages 1 to {self.pages}; got {wrong[:8].tolist()}")
-
-    def _require_holders(self, holders: int | NDArray[np.int32], count: int) -> None:
-        """Raise InvalidArgument unless `holders` is the number of a holder, or `count` of them."""
-        if isinstance(holders, np.ndarray):
-            if holders.shape != (count,) or (count and holders.min() < 0):
-                raise InvalidArgument(f"pool {self.pool!r}: {count} pages, holders {holders[:8].tolist()}")
-        elif holders < 0:
-            raise InvalidArgument(f"pool {self.pool!r}: holder {holders}; holders are numbers from 0 up")
-
-    def _require_held_by(self, holders: int | NDArray[np.int32], pages: PageArray) -> None:
-        """Each page is held by its holder, and none is named twice."""
-        self._require_holders(holders, len(pages))
-        self._require(holders, pages)
-
-    def _require(self, holders: int | NDArray[np.int32], pages: PageArray) -> None:
-        """The same; `holders` may be a state."""
-        self._require_in_pool(pages)
-        wrong = self._holder[pages] != holders
-        if wrong.any():
-            culprits = pages[wrong]
-            states = self._holder[culprits]
-            error = DoubleFree if np.all((states == FREE) | (states == QUARANTINED)) else ForeignPage
-            raise error(
-                f"pool {self.pool!r}: pages {culprits[:8].tolist()} are not held by whoever gives them back "
-                f"(holders {states[:8].tolist()}; {FREE} free, {QUARANTINED} quarantined, {CACHED} cached)"
-            )
-        order = np.arange(len(pages), dtype=np.int32)
-        self._mark[pages] = order
-        twice = self._mark[pages] != order
-        if twice.any():
-            raise DoubleFree(f"pool {self.pool!r}: pages {pages[twice][:8].tolist()} are named twice in one call")
+        books = self._books
+        merged = np.sort(books.free_list())
+        books.free.clear()
+        books.released.clear()
+        books.free.push_back(merged)
+        books.sorts += 1

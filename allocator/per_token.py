@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvloom.allocator.base import BaseTokenToKVPoolAllocator
 from kvloom.allocator.errors import InvalidArgument
@@ -12,6 +11,8 @@ from kvloom.allocator.pools.base import KVCache
 
 class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     """Slots 1 .. size; the free list starts in ascending order and freed slots go to its end."""
+
+    _first_in_first_out = True
 
     def __init__(
         self,
@@ -31,18 +32,8 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         need_size = whole("need_size", need_size)
         if need_size < 0:
             raise InvalidArgument(f"cannot allocate {need_size} slots")
-        slots = self.ledger.take(need_size)
+        slots = self._take(need_size)
         if slots is None:
             return None
         with self._given_back_on_error(slots):
             return self._to_tensor(slots.astype(np.int64))
-
-    def _pages_of(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
-        self._require_slots(slots)
-        return self.ledger.distinct(slots.astype(np.int32))
-
-    def _free_pages(self, pages: NDArray[np.int32]) -> None:
-        self.ledger.release(pages, front=False)
-
-    def _flush_group(self) -> None:
-        self.ledger.free_queued(front=False)

@@ -47,6 +47,12 @@ class PageRing:
         """All ids in order; O(length)."""
         return np.take(self._ids, np.arange(self._head, self._head + self._length), mode="wrap")
 
+    def copy(self) -> "PageRing":
+        """The same ids in the same order, in memory of its own; O(capacity)."""
+        ring = PageRing(0)
+        ring._ids, ring._head, ring._length = self._ids.copy(), self._head, self._length
+        return ring
+
     def clear(self) -> None:
         """Forget all ids."""
         self._head = self._length = 0

@@ -5,14 +5,12 @@ CPU the two are the same memory).  A row that is given back is handed out again 
 settled, and counts a generation up each time, so that a row kept too long can be told from its next owner's.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvloom.allocator.errors import BrokenInvariant, DoubleFree, InvalidArgument
-from kvloom.allocator.indices import spans
+from kvloom.allocator.indices import counting, spans
 from kvloom.allocator.ring import PageArray
 
 RowArray = NDArray[np.int32]
@@ -43,9 +41,11 @@ class RequestTable:
             self.device_pages = torch.from_numpy(self.pages)
         else:
             self.device_pages = torch.zeros(self.pages.shape, dtype=torch.int32, device=device)
-        self._held: set[int] = set()
+        self._held = np.zeros(max_rows + 1, np.bool_)
+        self._mark = np.zeros(max_rows + 1, np.int32)  # scratch: finds rows named twice
         self._free = list(range(max_rows - 1, -1, -1))  # a stack: low rows first
-        self._waiting: list[tuple[int, int]] = []  # (fence, row)
+        self._waiting: list[tuple[int, list[int]]] = []  # (fence, rows)
+        self._quarantined = 0
         self._settled = -1
 
     @property
@@ -61,19 +61,19 @@ class RequestTable:
     @property
     def quarantined_rows(self) -> int:
         """Rows given back that wait for a step in flight."""
-        return len(self._waiting)
+        return self._quarantined
 
     @property
     def held_rows(self) -> int:
         """Rows in use."""
-        return self.max_rows - len(self._free) - len(self._waiting)
+        return self.max_rows - len(self._free) - self._quarantined
 
     def open(self) -> int | None:
         """An empty row; None when all are taken."""
         if not self._free:
             return None
         row = self._free.pop()
-        self._held.add(row)
+        self._held[row] = True
         self.generations[row] += 1
         return row
 
@@ -86,45 +86,62 @@ class RequestTable:
             self.pages[np.repeat(rows, counts), spans(before, counts)] = pages
         self.page_counts[rows] = before + counts
 
-    def pages_of(self, rows: RowArray) -> tuple[PageArray, RowArray]:
-        """All page ids of `rows`, row after row, and whose each is: two int32 arrays of the same length."""
-        counts = self.page_counts[rows]
-        width = int(counts.max(initial=0))
-        pages = self.pages[rows, :width][np.arange(width) < counts[:, None]]
-        return pages, np.repeat(rows, counts)
+    def pages_of(self, rows: RowArray, skip: RowArray | None = None) -> tuple[PageArray, RowArray]:
+        """Page ids of `rows`, row after row, and whose each is: two int32 arrays of the same length.
 
-    def close(self, rows: RowArray, fences: Sequence[int]) -> None:
-        """Give rows back, each free once step `fences[i]` is settled.
+        The first `skip[i]` of each row, if given, are left out.
+        """
+        counts = self.page_counts[rows]
+        place = np.arange(int(counts.max(initial=0)))
+        taken = place < counts[:, None]
+        if skip is not None:
+            taken &= place >= skip[:, None]
+            counts = counts - skip
+        return self.pages[rows, : len(place)][taken], np.repeat(rows, counts)
+
+    def cut(self, rows: RowArray, counts: RowArray) -> None:
+        """Forget the page ids of `rows` behind the first `counts[i]`."""
+        gone = self.page_counts[rows] - counts
+        self.pages[np.repeat(rows, gone), spans(counts, gone)] = 0
+        self.page_counts[rows] = counts
+
+    def close(self, rows: RowArray, fence: int) -> None:
+        """Give rows back, free once step `fence` is settled.
 
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
         self.require_held(rows)
-        if len(fences) != len(rows):
-            raise InvalidArgument(f"{len(fences)} fences for {len(rows)} rows")
         width = int(self.page_counts[rows].max(initial=0))
         self.pages[rows, :width] = 0
         self.page_counts[rows] = 0
         self.lengths[rows] = 0
-        self._held.difference_update(rows.tolist())
-        for row, fence in zip(rows.tolist(), fences, strict=True):
-            if fence <= self._settled:
-                self._free.append(row)
-            else:
-                self._waiting.append((fence, row))
+        self._held[rows] = False
+        if fence <= self._settled:
+            self._free += rows.tolist()
+        else:
+            self._waiting.append((fence, rows.tolist()))
+            self._quarantined += len(rows)
 
     def settle(self, step: int) -> None:
         """Step `step` is over: rows fenced up to it are free."""
         self._settled = max(self._settled, step)
-        if self._waiting:
-            self._free += [row for fence, row in self._waiting if fence <= self._settled]
-            self._waiting = [(fence, row) for fence, row in self._waiting if fence > self._settled]
+        for _ in range(len(self._waiting)):
+            fence, rows = self._waiting.pop(0)
+            if fence <= self._settled:
+                self._free += rows
+                self._quarantined -= len(rows)
+            else:
+                self._waiting.append((fence, rows))
 
     def require_held(self, rows: RowArray) -> None:
         """Raise DoubleFree or InvalidArgument unless `rows` are distinct rows in use."""
-        named = set(rows.tolist())
-        if len(named) == len(rows) and named <= self._held:
-            return
-        if min(named) < 0 or max(named) >= self.max_rows:
+        order = counting(len(rows))
+        at = rows.astype(np.intp)
+        if len(rows) == 0 or (at.min() >= 0 and at.max() <= self.max_rows):
+            self._mark[at] = order
+            if self._held[at].all() and (self._mark[at] == order).all():
+                return
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.max_rows):
             raise InvalidArgument(f"rows run from 0 to {self.max_rows - 1}; got {rows.tolist()[:8]}")
         raise DoubleFree(f"rows {rows.tolist()[:8]} are not all in use, or one is named twice")
 
@@ -134,10 +151,11 @@ class RequestTable:
 
     def check(self) -> None:
         """Raise BrokenInvariant unless each row is free, held or waiting, and those that nobody holds are empty."""
-        everyone = [*self._free, *(row for _, row in self._waiting), *self._held]
+        held = np.flatnonzero(self._held).tolist()
+        everyone = [*self._free, *(row for _, rows in self._waiting for row in rows), *held]
         if sorted(everyone) != list(range(self.max_rows)):
             raise BrokenInvariant(f"rows are not each in one state: {len(everyone)} entries for {self.max_rows} rows")
-        loose = sorted(set(range(self.max_rows + 1)) - self._held)  # the pad row too
+        loose = np.flatnonzero(~self._held)  # the pad row too
         if self.page_counts[loose].any() or self.lengths[loose].any() or self.pages[self.pad_row].any():
             raise BrokenInvariant("a row that nobody holds has pages or tokens")
         if self.page_counts.min() < 0 or self.page_counts.max() > self.max_pages:

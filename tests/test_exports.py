@@ -17,12 +17,16 @@ INIT_FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob
 # What other tools rely on. Names may be added to a package; none of these may go.
 PROMISED = {
     "kvloom.allocator": {
+        "AscendPagedTokenToKVPoolAllocator",
         "BaseTokenToKVPoolAllocator",
         "KVCache",
         "KVMemory",
         "MHATokenToKVPool",
+        "MLATokenToKVPool",
         "PagedTokenToKVPoolAllocator",
         "RequestTable",
+        "SWAKVPool",
+        "SWATokenToKVPoolAllocator",
         "TokenToKVPoolAllocator",
     },
     "kvloom.metrics": {"KVLoomCollector", "instrument"},

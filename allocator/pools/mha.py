@@ -17,7 +17,8 @@ class MHATokenToKVPool(KVCache):
     layer_num  0 is allowed: a storage that takes no memory, for runners that keep no KV here
 
     All of it is one buffer [2, layer, slot, head, dim]: one allocation, one set of zeros, and a host copy of all layers
-    is one gather.  A layer's part of it is contiguous, so nothing is lost against a buffer per layer.
+    is one gather.  A layer's part of it is contiguous, so nothing is lost against a buffer per layer.  A token takes
+    2 * layer_num * head_num * head_dim numbers of `dtype`.
     Memory starts as zeros: attention may read slots that nobody has written, under a mask, and 0 * NaN is NaN.
     Raises InvalidArgument when the numbers make no sense.
     """
@@ -41,31 +42,10 @@ class MHATokenToKVPool(KVCache):
         self.head_num = head_num
         self.head_dim = head_dim
         shape = (2, layer_num, size + page_size, head_num, head_dim)
-        self._buffer = torch.zeros(shape, dtype=dtype, device=self.device)
-        # Views made once: an attention layer asks in each step.
-        self._by_layer = dict(zip(self.layers, zip(*self._buffer.unbind(), strict=True), strict=True))
+        buffer = torch.zeros(shape, dtype=dtype, device=self.device)
+        self._buffers = (buffer.flatten(0, 1),)
+        self._by_layer = dict(zip(self.layers, zip(*buffer.unbind(), strict=True), strict=True))
         self._kernels = kernels_for(self.device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory, the dump page included."""
-        return self._buffer.nbytes
-
-    def get_key_buffer(self, layer: int) -> Tensor:
-        """Keys of a layer, a view [size + page_size, head_num, head_dim].  Raises InvalidArgument."""
-        return self.get_kv_buffer(layer)[0]
-
-    def get_value_buffer(self, layer: int) -> Tensor:
-        """Values of a layer, a view [size + page_size, head_num, head_dim].  Raises InvalidArgument."""
-        return self.get_kv_buffer(layer)[1]
-
-    def get_kv_buffer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Both.  Raises InvalidArgument for a layer that is not here."""
-        try:
-            key_buffer, value_buffer = self._by_layer[layer]
-        except KeyError:
-            raise InvalidArgument(f"no layer {layer} here; the layers are {list(self.layers)}") from None
-        return key_buffer, value_buffer
 
     def set_kv_buffer(self, layer: int, loc: Tensor, key: Tensor, value: Tensor) -> None:
         """Write key and value [T, head_num, head_dim] to slots `loc` [T] of a layer, cast to `dtype`.
@@ -81,17 +61,3 @@ class MHATokenToKVPool(KVCache):
                 f"{(self.head_num, self.head_dim)}"
             )
         self._kernels.store_kv(key_buffer, value_buffer, loc, key, value)
-
-    def get_cpu_copy(self, indices: Tensor) -> Tensor:
-        """KV of the slots `indices` [T] on the host: [2, layer, T, head, dim].  Waits for the device."""
-        return self._buffer.index_select(2, indices.to(self.device)).cpu()
-
-    def load_cpu_copy(self, copy: Tensor, indices: Tensor) -> None:
-        """Write `copy` [2, layer, T, head, dim] to the slots `indices` [T].
-
-        Mutates the buffers.  Raises InvalidArgument when the shapes do not fit.
-        """
-        expected = (2, len(self.layers), *indices.shape, self.head_num, self.head_dim)
-        if tuple(copy.shape) != expected:
-            raise InvalidArgument(f"a copy of shape {tuple(copy.shape)} where {expected} is due")
-        self._buffer[:, :, indices.to(self.device)] = copy.to(self.device, self.dtype)

@@ -1,14 +1,23 @@
 """What a test compares to see that nothing has changed, and small makers of arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from kvloom.allocator import AllocatorError, KVMemory, PageLedger, PoolStatistics
 
+Container = Callable[[list[int]], Any]
+CONTAINERS: tuple[Container, ...] = (  # of all makes in which a caller may have his slots and lengths
+    list,
+    lambda slots: np.array(slots, np.int32),
+    lambda slots: torch.tensor(slots, dtype=torch.int64),
+    lambda slots: torch.tensor(slots, dtype=torch.int32),
+)
 Books = tuple[PoolStatistics, list[int], list[int]]
 
 

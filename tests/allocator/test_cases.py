@@ -245,6 +245,7 @@ def test_b04_a_row_with_nothing_to_add(watched: WatchedKernels) -> None:
 def test_b04_arguments_that_contradict_each_other(
     watched: WatchedKernels, prefix: list[int], seq: list[int], extend: int
 ) -> None:
+    """D12 too."""
     pool = paged(8, 4)
     last = taken(pool.alloc(8))[[3, 7]][: len(prefix)]
     for make in (list, np.array, torch.tensor):
@@ -258,6 +259,7 @@ def test_b04_arguments_that_contradict_each_other(
 
 @pytest.mark.parametrize("page_size", [1, 3, 6, 24, 48, 100])
 def test_b10_a_request_at_any_page_size(page_size: int) -> None:
+    """D10 too."""
     pool = paged(60 // page_size + 2, page_size)
     slots = taken(pool.alloc_extend([0], [13], [-1], 13)).tolist()
     for length in range(14, 50):

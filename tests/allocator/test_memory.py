@@ -216,7 +216,7 @@ def write(name: str, value: int) -> Callable[[KVMemory], None]:
         write("page_counts", 2),
         write("lengths", 5),
         write("lengths", -1),
-        lambda memory: memory.table.close(ints(1), [-1]),
+        lambda memory: memory.table.close(ints(1), -1),
     ],
 )
 def test_check_finds_damaged_books(damage: Callable[[KVMemory], None]) -> None:

@@ -1,11 +1,9 @@
-"""PagedTokenToKVPoolAllocator against a naive twin written from its description, then groups and refusals."""
+"""PagedTokenToKVPoolAllocator: groups and refusals; random calls on it are in `conformance`."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.allocator import (
     AllocatorError,
@@ -16,10 +14,6 @@ from kvloom.allocator import (
     PagedTokenToKVPoolAllocator,
 )
 from tests.allocator.books import books, refused
-from tests.allocator.test_per_token import CONTAINERS
-
-PAGE_SIZES = (1, 2, 3, 4, 6, 16, 24, 48, 100)
-Row = list[int]  # the slots of its tokens, in order
 
 
 def make(pages: int = 8, page_size: int = 4, need_sort: bool = False) -> PagedTokenToKVPoolAllocator:
@@ -32,157 +26,6 @@ def drained(allocator: PagedTokenToKVPoolAllocator) -> list[int]:
     assert slots is not None
     assert allocator.alloc(allocator.page_size) is None
     return slots.tolist()[:: allocator.page_size]
-
-
-class NaivePages:
-    """Token by token: a page from the front of the list where a row stands at a page boundary, else the next slot."""
-
-    def __init__(self, pages: int, page_size: int, need_sort: bool) -> None:
-        self.page_size, self.need_sort = page_size, need_sort
-        self.free_pages = list(range(1, pages + 1))
-        self.released: list[int] = []
-        self.group: list[int] | None = None
-
-    def available_size(self) -> int:
-        return (len(self.free_pages) + len(self.released)) * self.page_size
-
-    def take(self, count: int) -> list[int] | None:
-        if count > len(self.free_pages) + len(self.released):
-            return None
-        if count > len(self.free_pages):
-            self.free_pages, self.released = sorted(self.free_pages + self.released), []
-        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        return taken
-
-    def alloc(self, count: int) -> list[int] | None:
-        pages = self.take(count // self.page_size)
-        if pages is None:
-            return None
-        return [page * self.page_size + i for page in pages for i in range(self.page_size)]
-
-    def extend(self, rows: list[Row], grown: list[int]) -> list[list[int]] | None:
-        starts = [
-            [position % self.page_size == 0 for position in range(len(row), len(row) + n)]
-            for row, n in zip(rows, grown, strict=True)
-        ]
-        pages = self.take(sum(map(sum, starts)))
-        if pages is None:
-            return None
-        slots = [list(row[-1:]) for row in rows]
-        for row, new_page in zip(slots, starts, strict=True):
-            for is_first in new_page:
-                row.append(pages.pop(0) * self.page_size if is_first else row[-1] + 1)
-        return [row[-n:] if n else [] for row, n in zip(slots, grown, strict=True)]
-
-    def free(self, slots: list[int]) -> None:
-        if self.group is not None:
-            self.group += slots
-            return
-        pages = sorted({slot // self.page_size for slot in slots})
-        if self.need_sort:
-            self.released = pages + self.released
-        else:
-            self.free_pages = pages + self.free_pages
-
-    def end_group(self) -> None:
-        slots, self.group = self.group or [], None
-        self.free(slots)
-
-
-class PagedMachine(RuleBasedStateMachine):
-    """Random legal calls give the same slots in the same order."""
-
-    @initialize(page_size=st.sampled_from(PAGE_SIZES), pages=st.integers(1, 12), need_sort=st.booleans())
-    def make(self, page_size: int, pages: int, need_sort: bool) -> None:
-        self.pages, self.page_size = pages, page_size
-        self.ours = make(pages, page_size, need_sort)
-        self.twin = NaivePages(pages, page_size, need_sort)
-        self.rows: list[Row] = []
-
-    @rule(count=st.integers(0, 5))
-    def alloc(self, count: int) -> None:
-        slots = self.ours.alloc(count * self.page_size)
-        assert (None if slots is None else slots.tolist()) == self.twin.alloc(count * self.page_size)
-        if slots is not None and count:
-            self.rows.append(slots.tolist())
-
-    def some_rows(self, data: st.DataObject) -> list[Row]:
-        """Rows that go on, and rows that begin, in any order."""
-        going_on = data.draw(st.lists(st.sampled_from(range(len(self.rows))), unique=True)) if self.rows else []
-        begun: list[Row] = [[] for _ in range(data.draw(st.integers(0, 3)))]
-        return data.draw(st.permutations([self.rows[i] for i in going_on] + begun))
-
-    @rule(data=st.data(), container=st.sampled_from(CONTAINERS))
-    def extend(self, data: st.DataObject, container: Callable[[list[int]], list[int]]) -> None:
-        rows = self.some_rows(data)
-        most = 2 * self.page_size + 1
-        grown = [data.draw(st.integers(0, most)) for _ in rows]
-        prefix = [len(row) for row in rows]
-        slots = self.ours.alloc_extend(
-            container(prefix),
-            container([a + b for a, b in zip(prefix, grown, strict=True)]),
-            container([row[-1] if row else -1 for row in rows]),
-            sum(grown),
-        )
-        self.compare(rows, slots, self.twin.extend(rows, grown))
-
-    @rule(data=st.data(), container=st.sampled_from(CONTAINERS))
-    def decode(self, data: st.DataObject, container: Callable[[list[int]], list[int]]) -> None:
-        rows = self.some_rows(data)
-        last_loc = container([row[-1] if row else -1 for row in rows])
-        slots = self.ours.alloc_decode(container([len(row) + 1 for row in rows]), last_loc)
-        self.compare(rows, slots, self.twin.extend(rows, [1] * len(rows)))
-
-    def compare(self, rows: list[Row], slots: torch.Tensor | None, expected: list[list[int]] | None) -> None:
-        if slots is None or expected is None:
-            assert (slots, expected) == (None, None)
-            return
-        assert slots.dtype == torch.int64
-        assert slots.tolist() == [slot for row in expected for slot in row]
-        for row, new in zip(rows, expected, strict=True):
-            if not row and new:
-                self.rows.append(row)
-            row.extend(new)
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data(), container=st.sampled_from(CONTAINERS), whole=st.booleans())
-    def free(self, data: st.DataObject, container: Callable[[list[int]], list[int]], whole: bool) -> None:
-        """Some rows end; of each page all their slots are named, or any one."""
-        ending = data.draw(st.lists(st.sampled_from(range(len(self.rows))), unique=True, min_size=1))
-        slots = [slot for i in ending for slot in self.rows[i]]
-        if not whole:
-            slots = list({slot // self.page_size: slot for slot in data.draw(st.permutations(slots))}.values())
-        self.ours.free(container(slots))
-        self.twin.free(slots)
-        self.rows = [row for i, row in enumerate(self.rows) if i not in ending]
-
-    @rule()
-    def group(self) -> None:
-        """Begin one, or end the one that is open."""
-        if self.twin.group is None:
-            self.ours.free_group_begin()
-            self.twin.group = []
-        else:
-            self.ours.free_group_end()
-            self.twin.end_group()
-
-    @invariant()
-    def same(self) -> None:
-        assert self.ours.available_size() == self.twin.available_size()
-        assert self.ours.ledger.free_list().tolist() == self.twin.free_pages + self.twin.released
-        self.ours.ledger.check()
-        live = [slot for row in self.rows for slot in row]
-        assert len(set(live)) == len(live)
-
-    def teardown(self) -> None:
-        if hasattr(self, "ours"):
-            self.ours.free_group_end()
-            self.ours.free([slot for row in self.rows for slot in row])
-            assert sorted(drained(self.ours)) == [page * self.page_size for page in range(1, self.pages + 1)]
-
-
-TestPaged = PagedMachine.TestCase
-TestPaged.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 
 
 @pytest.mark.parametrize(

@@ -8,74 +8,19 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvloom.allocator import AllocatorError, BrokenInvariant, DoubleFree, ForeignPage, InvalidArgument, PageLedger
+from kvloom.allocator import (
+    AllocatorError,
+    BrokenInvariant,
+    DoubleFree,
+    ForeignPage,
+    InvalidArgument,
+    PageLedger,
+    StaleState,
+)
 from kvloom.allocator.pages import CACHED, CALLER, FREE, QUARANTINED
+from kvloom.allocator.snapshots import LedgerState
 from tests.allocator.books import books, ints, refused
-
-Holders = dict[int, int]
-
-
-class NaiveLedger:
-    """The same book kept with lists: `holder[page]` for every page, and the lists in the order of taking."""
-
-    def __init__(self, pages: int, need_sort: bool) -> None:
-        self.pages, self.need_sort = pages, need_sort
-        self.holder = dict.fromkeys(range(1, pages + 1), FREE)
-        self.free = list(range(1, pages + 1))
-        self.released: list[int] = []
-        self.waiting: list[tuple[int, list[int], bool]] = []
-        self.queued: list[int] = []
-        self.settled = -1
-        self.allocated = self.failures = self.groups = self.sorts = self.peak = 0
-        self.freed: Counter[str] = Counter()
-
-    def held(self) -> Holders:
-        return {page: holder for page, holder in self.holder.items() if holder >= 0}
-
-    def in_state(self, state: int) -> list[int]:
-        return [page for page, holder in self.holder.items() if holder == state]
-
-    def take(self, holders: list[int]) -> list[int] | None:
-        count = len(holders)
-        if count > len(self.free) + len(self.released):
-            self.failures += 1
-            return None
-        if count > len(self.free):
-            self.free, self.released = sorted(self.free + self.released), []
-            self.sorts += 1
-        taken, self.free = self.free[:count], self.free[count:]
-        self.holder |= zip(taken, holders, strict=True)
-        self.allocated += count
-        self.peak = max(self.peak, len(self.held()))
-        return taken
-
-    def put(self, pages: list[int], front: bool) -> None:
-        home = self.released if self.need_sort else self.free
-        home[:] = pages + home if front else home + pages
-        self.holder |= dict.fromkeys(pages, FREE)
-
-    def release(self, pages: list[int], reason: str, fence: int, front: bool) -> None:
-        if not pages:
-            return
-        self.groups += 1
-        self.freed[reason] += len(pages)
-        if fence <= self.settled:
-            self.put(pages, front)
-        else:
-            self.holder |= dict.fromkeys(pages, QUARANTINED)
-            self.waiting.append((fence, pages, front))
-
-    def settle(self, step: int) -> None:
-        self.settled = max(self.settled, step)
-        for fence, pages, front in self.waiting:
-            if fence <= self.settled:
-                self.put(pages, front)
-        self.waiting = [entry for entry in self.waiting if entry[0] > self.settled]
-
-    def free_queued(self, reason: str, front: bool, ascending: bool) -> int:
-        pages, self.queued = sorted(self.queued) if ascending else self.queued, []
-        self.release(pages, reason, -1, front)
-        return len(pages)
+from tests.allocator.twins import TwinLedger, TwinState
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -83,7 +28,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize(pages=st.integers(1, 12), need_sort=st.booleans(), count=st.integers(0, 12))
     def make(self, pages: int, need_sort: bool, count: int) -> None:
-        self.twin = NaiveLedger(pages, need_sort)
+        self.twin = TwinLedger(pages, need_sort)
+        self.states: list[tuple[LedgerState, TwinState]] = []
         self.ledger = PageLedger(pages, need_sort=need_sort)
         self.take(min(count, pages), 0, each=True)
 
@@ -103,7 +49,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(holder=st.integers(0, 3))
     def take_all(self, holder: int) -> None:
-        self.take(len(self.twin.free) + len(self.twin.released), holder, each=False)
+        self.take(self.twin.free_pages(), holder, each=False)
 
     @precondition(lambda self: self.twin.held())
     @rule(
@@ -129,8 +75,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def queue(self, data: st.DataObject) -> None:
         pages, holders = self.some_held(data)
         self.ledger.queue(ints(*pages), holders)
-        self.twin.queued += pages
-        self.twin.holder |= dict.fromkeys(pages, QUARANTINED)
+        self.twin.queue(pages)
 
     @precondition(lambda self: self.twin.queued)
     @rule(front=st.booleans(), ascending=st.booleans())
@@ -143,15 +88,43 @@ class LedgerMachine(RuleBasedStateMachine):
     def cache(self, data: st.DataObject) -> None:
         pages, holders = self.some_held(data)
         self.ledger.cache(ints(*pages), holders)
-        self.twin.holder |= dict.fromkeys(pages, CACHED)
+        self.twin.cache(pages)
 
     @precondition(lambda self: self.twin.in_state(CACHED))
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         pages = data.draw(st.lists(st.sampled_from(self.twin.in_state(CACHED)), unique=True, min_size=1))
         self.ledger.evict(ints(*pages))
-        self.twin.put(pages, front=True)
-        self.twin.freed["evict"] += len(pages)
+        self.twin.evict(pages)
+
+    @rule()
+    def backup_state(self) -> None:
+        self.states.append((self.ledger.backup_state(), self.twin.backup()))
+
+    @precondition(lambda self: self.states)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        _, twin_state = self.states.pop(data.draw(st.integers(0, len(self.states) - 1)))
+        if twin_state in self.twin.states:
+            self.twin.states.remove(twin_state)
+
+    @precondition(lambda self: self.states)
+    @rule(data=st.data())
+    def restore_state(self, data: st.DataObject) -> None:
+        """Any that was ever taken, in any order, stale ones too."""
+        state, twin_state = data.draw(st.sampled_from(self.states))
+        if self.twin.can_restore(twin_state):
+            self.ledger.restore_state(state)
+            self.twin.restore(twin_state)
+        else:
+            with refused(self.ledger, StaleState):
+                self.ledger.restore_state(state)
+
+    @precondition(lambda self: len(self.states) > 2)
+    @rule()
+    def clear(self) -> None:
+        self.ledger.clear()
+        self.twin.clear()
 
     @rule(data=st.data(), verb=st.sampled_from(["release", "queue", "cache", "evict"]))
     def misuse(self, data: st.DataObject, verb: str) -> None:
@@ -185,7 +158,7 @@ class LedgerMachine(RuleBasedStateMachine):
         twin, statistics = self.twin, self.ledger.statistics()
         assert self.ledger.free_list().tolist() == twin.free + twin.released
         assert self.ledger.holders_of(ints(*twin.holder)).tolist() == list(twin.holder.values())
-        assert statistics.free == self.ledger.free_pages == len(twin.free) + len(twin.released)
+        assert statistics.free == self.ledger.free_pages == twin.free_pages()
         assert statistics.held == self.ledger.held_pages == len(twin.held())
         assert statistics.cached == len(twin.in_state(CACHED))
         assert statistics.quarantined == len(twin.in_state(QUARANTINED))
@@ -320,35 +293,35 @@ def test_a_report_does_not_change_afterwards() -> None:
 
 def overwrite(name: str, at: int, value: int) -> Callable[[PageLedger], None]:
     def damage(ledger: PageLedger) -> None:
-        array = getattr(ledger, name)
+        array = getattr(ledger._books, name)
         array[at] = value
 
     return damage
 
 
 def miscount(name: str) -> Callable[[PageLedger], None]:
-    return lambda ledger: setattr(ledger, name, getattr(ledger, name) + 1)
+    return lambda ledger: setattr(ledger._books, name, getattr(ledger._books, name) + 1)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        *(overwrite("_holder", page, state) for page, state in [
+        *(overwrite("holder", page, state) for page, state in [
             (1, FREE), (1, CACHED), (1, QUARANTINED), (12, 0), (7, 0), (7, FREE), (8, FREE), (9, FREE), (9, 5),
             (0, FREE), (1, -7),
         ]),
-        *(lambda ledger, page=page: ledger._free.push_back(ints(page)) for page in (12, 1, 7, 8, 0, 99)),
-        lambda ledger: ledger._released.push_back(ints(12)),
-        lambda ledger: ledger._released.take(1),
-        *(lambda ledger, page=page: overwrite("_ids", ledger._free._head, page)(ledger._free)
+        *(lambda ledger, page=page: ledger._books.free.push_back(ints(page)) for page in (12, 1, 7, 8, 0, 99)),
+        lambda ledger: ledger._books.released.push_back(ints(12)),
+        lambda ledger: ledger._books.released.take(1),
+        *(lambda ledger, page=page: ledger._books.free._ids.__setitem__(ledger._books.free._head, page)
           for page in (-1, 0, 10, 11, 13, 99)),
-        miscount("_held"), miscount("_cached"), miscount("_quarantined"),
-        lambda ledger: ledger._waiting.clear(),
-        lambda ledger: ledger._waiting.append((4, ints(7), True)),
-        lambda ledger: ledger._waiting.append((4, ints(12), True)),
-        lambda ledger: ledger._queued.clear(),
-        lambda ledger: ledger._queued.append(ints(8)),
-        lambda ledger: ledger._queued.append(ints(1)),
+        miscount("held"), miscount("cached"), miscount("quarantined"),
+        lambda ledger: ledger._books.waiting.clear(),
+        lambda ledger: ledger._books.waiting.append((4, ints(7), True)),
+        lambda ledger: ledger._books.waiting.append((4, ints(12), True)),
+        lambda ledger: ledger._books.queued.clear(),
+        lambda ledger: ledger._books.queued.append(ints(8)),
+        lambda ledger: ledger._books.queued.append(ints(1)),
     ],
 )  # fmt: skip
 def test_check_finds_damaged_books(damage: Callable[[PageLedger], None]) -> None:

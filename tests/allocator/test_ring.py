@@ -45,6 +45,13 @@ class RingMachine(RuleBasedStateMachine):
         self.ring.clear()
         self.twin.clear()
 
+    @rule()
+    def copy(self) -> None:
+        """What happens to the original afterwards does not matter to the copy."""
+        original, self.ring = self.ring, self.ring.copy()
+        original.clear()
+        original.push_back(ints(*[-1] * self.capacity))
+
     @invariant()
     def same(self) -> None:
         assert len(self.ring) == len(self.twin)

@@ -1,9 +1,10 @@
-"""What goes wrong in known allocators (D13 .. D33), and does not here.
+"""What goes wrong in known allocators, and does not here: traps D1 to D36.
 
-D1, D2, D11, D12, D16, D18 and D25 are part of the scenarios in `test_cases.py`.
+Each has a test that names it, here or where its subject is; the last test finds them all.
 """
 
 import ast
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -262,3 +263,54 @@ def test_d33_a_shortage_has_a_pool_and_numbers() -> None:
     assert memory.allocator.alloc(64) is None
     report = memory.statistics().pools["global"]
     assert (report.pool, report.failures, report.free) == ("global", 2, 2)
+
+
+def test_d32_pages_have_owners_and_watermarks_and_are_counted() -> None:
+    memory = KVMemory(capacity_tokens=64, page_size=16)
+    row = memory.admit(Match(0, ints()), 20, spare=2)
+    assert row is not None
+    assert memory.admit(Match(0, ints()), 16, spare=2) is None  # it would fit, but for what is kept back
+    ledger = memory.allocator.ledger
+    assert ledger.holders_of(ints(1, 2, 3)).tolist() == [row, row, -1]
+    memory.release([row], [-1], "abort")
+    report = memory.statistics().pools["full"]
+    assert (report.allocated, report.freed, report.peak_held) == (2, {"abort": 2}, 2)
+
+
+def test_d32_allocators_share_nothing() -> None:
+    """One that works, on the same device, in the middle of another's batch."""
+    first, second = paged(8, 4), paged(8, 4)
+    a = taken(first.alloc_extend([0], [6], [-1], 6))
+    b = taken(second.alloc_extend([0, 0], [9, 1], [-1, -1], 10))
+    assert taken(first.alloc_decode([7], a[-1:])).tolist() == [10]
+    assert taken(second.alloc_decode([10, 2], b[[8, 9]])).tolist() == [13, 17]
+    assert (a.tolist(), b.tolist()) == ([4, 5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11, 12, 16])
+
+
+def test_d34_the_order_of_reuse_is_the_documented_one() -> None:
+    """By class, as their users know them: the token allocator first in, first out; the paged one last in, first out."""
+    tokens, pages = per_token(4), paged(4, 4)
+    for pool in (tokens, pages):
+        size = pool.page_size
+        pool.alloc(4 * size)
+        pool.free([3 * size, size])
+        pool.free([2 * size])
+    assert taken(tokens.alloc(3)).tolist() == [3, 1, 2]
+    assert taken(pages.alloc(12))[::4].tolist() == [8, 4, 12]
+
+
+def test_every_trap_has_a_test() -> None:
+    """That has its number in its name or in its docstring."""
+    tests = Path(__file__).parent.parent
+    named: dict[str, set[str]] = {}
+    for folder in ("allocator", "gpu"):
+        for path in (tests / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                    words = re.findall(r"\bd[0-9]+\b", node.name.replace("_", " "))
+                    words += re.findall(r"\bD[0-9]+\b", ast.get_docstring(node) or "")
+                    for word in words:
+                        named.setdefault(word.upper(), set()).add(path.name)
+    assert sorted(named, key=lambda name: int(name[1:])) == [f"D{number}" for number in range(1, 37)]
+    of_the_window = {"D13", "D17", "D26", "D29", "D35"}
+    assert all("test_swa_cases.py" in named[trap] for trap in of_the_window)

@@ -1,0 +1,138 @@
+"""Rows of one paged pool, host and device together: the row verbs for a loop of one's own.
+
+    rows = PagedRows(allocator, RequestTable(max_rows=64, max_pages=128, device=allocator.device))
+    mine = rows.open_rows(2)
+    slots = rows.extend_rows(mine, seq_lens)       # a prompt each; then, in each step:
+    slots = rows.decode_rows(mine)
+    rows.release_rows(mine, fences=[step, step])   # free once that step is settled
+
+What needs pages answers with a `Shortfall` when there are too few, and nothing has changed.  None of these verbs waits
+for the device; each costs at most one upload and one launch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvloom.allocator.binding import binding_for
+from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
+from kvloom.allocator.reports import Shortfall
+from kvloom.allocator.rows import Fork, RowAllocator
+from kvloom.allocator.staging import Staging
+from kvloom.allocator.table import RequestTable, RowArray
+
+
+class PagedRows:
+    """Rows of `table` with pages of `allocator`.  Rows and lengths are int32 arrays; the rows of one call are distinct.
+
+    `host` does the bookkeeping alone, for a `DecodeStep`.  One thread uses it.
+    """
+
+    def __init__(self, allocator: PagedTokenToKVPoolAllocator, table: RequestTable) -> None:
+        if table.device_pages.device != allocator.device:
+            raise InvalidArgument(f"the table is on {table.device_pages.device}, the pool on {allocator.device}")
+        self.allocator = allocator
+        self.table = table
+        self.host = RowAllocator(allocator.ledger, table)
+        self._binding = binding_for(table, allocator.page_size, allocator.device)
+        self._staging = Staging(allocator.device)
+
+    def open_rows(self, count: int) -> RowArray | Shortfall:
+        """`count` empty rows, int32 [count].  Raises InvalidArgument below 0."""
+        if count < 0:
+            raise InvalidArgument(f"cannot open {count} rows")
+        free = self.table.free_rows
+        if count > free:
+            return Shortfall("rows", count, free, 0, free)
+        return np.array([self.table.open() for _ in range(count)], np.int32)
+
+    def extend_rows(self, rows: RowArray, seq_lens: RowArray) -> torch.Tensor | Shortfall:
+        """Let rows grow to `seq_lens[i]` tokens; slots of the new ones, packed row after row, int64 [T].
+
+        Raises InvalidArgument (a row that would shrink or outgrow the table) or DoubleFree and changes nothing.
+        """
+        prefix_lens = self._lengths(rows)
+        if len(seq_lens) != len(rows) or (seq_lens < prefix_lens).any():
+            raise InvalidArgument(f"rows of {prefix_lens[:8].tolist()} tokens cannot grow to {seq_lens[:8].tolist()}")
+        shortfall = self.host.reserve(rows, seq_lens)
+        return shortfall or self._binding.extend(rows, prefix_lens, seq_lens)
+
+    def decode_rows(self, rows: RowArray, new_tokens: RowArray | None = None) -> torch.Tensor | Shortfall:
+        """One more token for each row, or `new_tokens[i]` of them (as when drafts are verified).
+
+        Slots packed row after row, int64 [T].  Raises like `extend_rows`.
+        """
+        lengths = self._lengths(rows)
+        if new_tokens is not None:
+            return self.extend_rows(rows, lengths + new_tokens)
+        lengths += 1
+        growth = self.host.grow(rows, lengths)
+        if isinstance(growth, Shortfall):
+            return growth
+        new_pages = np.zeros(len(rows), np.int32)
+        new_pages[growth.takers] = growth.pages
+        return self._binding.decode(rows, lengths, new_pages)
+
+    def truncate_rows(self, rows: RowArray, lengths: RowArray, fences: Sequence[int]) -> None:
+        """Cut rows to `lengths[i]` tokens; whole pages beyond are free once step `fences[i]` is settled (-1: now).
+
+        Raises InvalidArgument or DoubleFree and changes nothing.
+        """
+        self.host.truncate(rows, lengths, fences)
+
+    def release_rows(self, rows: RowArray, fences: Sequence[int], reason: str = "finish") -> None:
+        """One free group: rows and their pages come back once step `fences[i]` is settled (-1: now).
+
+        Raises DoubleFree or InvalidArgument and changes nothing.
+        """
+        self.host.release(rows, fences, reason)
+
+    def fork_row(self, row: int, count: int) -> RowArray | Shortfall:
+        """`count` new rows with the tokens of `row`: whole pages are shared, a partly filled last one is copied.
+
+        Copies KV where the pool has a storage.  Raises DoubleFree or InvalidArgument and changes nothing.
+        """
+        fork = self.host.fork(row, count)
+        if isinstance(fork, Shortfall):
+            return fork
+        self._write_lines(fork)
+        storage = self.allocator.get_kvcache()
+        if fork.tokens and storage is not None:
+            size = self.allocator.page_size
+            within = np.arange(fork.tokens, dtype=np.int64)
+            source = np.tile(fork.source * size + within, count)
+            target = (fork.targets.astype(np.int64)[:, None] * size + within).reshape(-1)
+            storage.copy_slots(self._to_device(source), self._to_device(target))
+        return fork.rows
+
+    def settle(self, step: int) -> None:
+        """Step `step` is over: what waited for it is free."""
+        self.allocator.ledger.settle(step)
+        self.table.settle(step)
+
+    def check(self) -> None:
+        """Raise BrokenInvariant unless the books balance."""
+        self.host.check()
+
+    def _lengths(self, rows: RowArray) -> RowArray:
+        self.table.require_held(rows)
+        return self.table.lengths[rows]
+
+    def _write_lines(self, fork: Fork) -> None:
+        """The device's lines of new rows; on the CPU they are the host's."""
+        if self.allocator.device.type == "cpu":
+            return
+        width = int(self.table.page_counts[fork.rows[0]])
+        sent = self._staging.upload(
+            {"rows": fork.rows, "pages": np.ascontiguousarray(self.table.pages[fork.rows, :width]).reshape(-1)}
+        )
+        lines = sent["pages"].view(len(fork.rows), width)
+        self.table.device_pages[:, :width].index_copy_(0, sent["rows"].long(), lines)
+
+    def _to_device(self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> torch.Tensor:
+        tensor = torch.from_numpy(slots)
+        if self.allocator.device.type == "cuda":
+            return tensor.pin_memory().to(self.allocator.device, non_blocking=True)
+        return tensor.to(self.allocator.device)

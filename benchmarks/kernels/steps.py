@@ -1,0 +1,100 @@
+"""Whole allocation steps: plan on the host, one upload, one launch; and retiring."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+
+import numpy as np
+import torch
+
+from benchmarks.kernels.launches import EXTEND_SHAPES
+from benchmarks.kernels.timing import Work
+from kvloom.allocator import DecodeStep, PagedRows, PagedTokenToKVPoolAllocator, RequestTable, Shortfall
+from kvloom.allocator.table import RowArray
+
+DECODE_ROWS = (1, 64, 256, 1024, 4096)
+RETIRED = ((64, 4096), (256, 1024))
+START = 512  # tokens of the rows that decode, more or less
+STEPS = 1100  # that they can take
+
+
+def crowd(device: torch.device, page_size: int, rows_n: int, seq_len: int, pages: int | None = None) -> PagedRows:
+    """A pool with room for `rows_n` rows of `seq_len` tokens, or of `pages` pages."""
+    per_row = -(-seq_len // page_size)
+    size = (pages or rows_n * per_row) * page_size
+    allocator = PagedTokenToKVPoolAllocator(size, page_size, torch.bfloat16, device, None)
+    return PagedRows(allocator, RequestTable(rows_n, per_row, device))
+
+
+def opened(rows: PagedRows, seq_lens: RowArray) -> RowArray:
+    """New rows with pages for these lengths; nobody asks for their slots."""
+    new = rows.open_rows(len(seq_lens))
+    assert not isinstance(new, Shortfall)
+    assert rows.host.reserve(new, seq_lens) is None
+    return new
+
+
+def decoding(device: torch.device, page_size: int, rows_n: int) -> tuple[PagedRows, RowArray]:
+    """Rows that decode: their lengths spread over a page, so that one in `page_size` enters a new one each step."""
+    rows = crowd(device, page_size, rows_n, START + STEPS)
+    lengths = START - np.arange(rows_n, dtype=np.int32) % page_size
+    return rows, opened(rows, lengths.astype(np.int32))
+
+
+def reopen(rows: PagedRows, mine: RowArray) -> None:
+    """Release rows and open them again, empty."""
+    rows.release_rows(mine[::-1].copy(), [-1] * len(mine))
+    again = rows.open_rows(len(mine))
+    assert np.array_equal(again, mine)
+
+
+def decode_steps(device: torch.device, page_size: int) -> Iterator[Work]:
+    """The step alone, and what remains of it on the host when its launch is part of the model's graph."""
+    for rows_n in DECODE_ROWS:
+        rows, mine = decoding(device, page_size, rows_n)
+        yield Work(f"decode step, {rows_n:,} rows", partial(rows.decode_rows, mine), host_goal=35.0)
+        rows, mine = decoding(device, page_size, rows_n)
+        step = DecodeStep(rows.host, rows_n)
+        name = f"same, launch in the model's graph, {rows_n:,} rows"
+        yield Work(name, partial(step.plan, mine), launch=step.launch, host_goal=20.0)
+
+
+def extend_steps(device: torch.device, page_size: int) -> Iterator[Work]:
+    """New rows with a prompt each."""
+    for rows_n, tokens in EXTEND_SHAPES:
+        rows = crowd(device, page_size, rows_n, tokens)
+        lengths = np.full(rows_n, tokens, np.int32)
+        mine = opened(rows, lengths)
+        name, goal = f"extend step, {rows_n:,} x {tokens:,}", 40.0 if tokens <= 8192 else None
+        yield Work(name, partial(rows.extend_rows, mine, lengths), partial(reopen, rows, mine), host_goal=goal)
+
+
+def retire(
+    device: torch.device, page_size: int, rows_n: int, tokens: int, pages: int | None = None, goal: float | None = None
+) -> Work:
+    """One free group: rows of `tokens` tokens each, behind the fence of the step in flight."""
+    rows = crowd(device, page_size, rows_n, tokens, pages)
+    lengths = np.full(rows_n, tokens, np.int32)
+    held = [opened(rows, lengths)]
+    steps = count()
+    now = [next(steps)]
+
+    def ready() -> None:
+        if rows.table.held_rows == 0:
+            rows.settle(now[0])
+            now[0] = next(steps)
+            held[0] = opened(rows, lengths)
+
+    return Work(
+        f"retire {rows_n:,} x {tokens:,}, page {page_size}",
+        lambda: rows.release_rows(held[0], [now[0]] * rows_n),
+        ready,
+        host_goal=goal,
+    )
+
+
+def retirements(device: torch.device) -> Iterator[Work]:
+    """All page sizes."""
+    for page_size in (1, 16, 64):
+        for rows_n, tokens in RETIRED:
+            yield retire(device, page_size, rows_n, tokens, goal=60.0)
