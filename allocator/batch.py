@@ -126,7 +126,8 @@ class Batch:
             array: NDArray[Any] = getattr(self.host, name)
             if not array.flags.writeable:  # shared between steps; torch would hand out a way to write it
                 array = array.copy()
-            found = self._tensors[name] = torch.from_numpy(array).to(self.device)
+            # Not on a device: there all arrays came with the upload, and a copy here would wait.
+            found = self._tensors[name] = torch.from_numpy(array)
         return found
 
     def replace_token_ids(self, token_ids: torch.Tensor) -> None:

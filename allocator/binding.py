@@ -23,8 +23,8 @@ Tensors = dict[str, torch.Tensor]
 class Binding(Protocol):
     """How slots come about."""
 
-    def slots(self, host: HostArrays, decode_rows: int, extra: dict[str, NDArray[Any]]) -> tuple[torch.Tensor, Tensors]:
-        """Slots of a step's tokens (int64 [T]), and the arrays that are on the device by now, `extra` among them."""
+    def slots(self, host: HostArrays, decode_rows: int) -> tuple[torch.Tensor, Tensors]:
+        """Slots of a step's tokens (int64 [T]), and the tensors that are on the device by now."""
 
     def page_table(self, rows: NDArray[np.int32], sent: Tensors, width: int) -> torch.Tensor:
         """The first `width` page ids of each row, int32 [R, width]; what stands behind a row's last page is no page."""
@@ -37,7 +37,7 @@ class HostBinding:
         self._table = table
         self._page_size = page_size
 
-    def slots(self, host: HostArrays, decode_rows: int, extra: dict[str, NDArray[Any]]) -> tuple[torch.Tensor, Tensors]:
+    def slots(self, host: HostArrays, decode_rows: int) -> tuple[torch.Tensor, Tensors]:
         """See `Binding`."""
         rows, position = host.row_slot, host.positions
         if decode_rows < len(rows):
@@ -65,11 +65,12 @@ class DeviceBinding:
         self._staging = Staging(device)
         warm_up(device)  # nothing compiles while serving
 
-    def slots(self, host: HostArrays, decode_rows: int, extra: dict[str, NDArray[Any]]) -> tuple[torch.Tensor, Tensors]:
+    def slots(self, host: HostArrays, decode_rows: int) -> tuple[torch.Tensor, Tensors]:
         """See `Binding`.  Mutates the device's table."""
         arrays: dict[str, NDArray[Any]] = {
             "row_slot": host.row_slot,
             "prefix_lens": host.prefix_lens,
+            "q_lens": host.q_lens,
             "seq_lens": host.seq_lens,
             "token_ids": host.token_ids,
             "token_src": host.token_src,
@@ -77,7 +78,6 @@ class DeviceBinding:
             "q_start": host.q_start,
             "sample_rows": host.sample_rows,
             "logits_idx": host.logits_idx,
-            **extra,
         }
         if decode_rows:
             arrays["decode_pages"] = self._decode_pages(host.row_slot[:decode_rows], host.positions[:decode_rows])

@@ -79,6 +79,11 @@ class PageLedger:
         return len(self._free) + len(self._released)
 
     @property
+    def settled_step(self) -> int:
+        """The last step that is over, -1 before the first."""
+        return self._settled
+
+    @property
     def held_pages(self) -> int:
         """Pages with a holder."""
         return self._held

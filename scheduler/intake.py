@@ -1,6 +1,5 @@
 """From what a caller passes to a `Request`."""
 
-import math
 from collections.abc import Mapping, Sequence as SequenceOf
 
 import numpy as np
@@ -47,21 +46,26 @@ class Intake:
         *,
         request_id: str | None,
         deadline: float | None,
+        now: float,
         cache_namespace: str,
         metadata: Mapping[str, object] | None,
     ) -> Request:
-        """The request as the core wants it, `deadline` absolute.  Raises InvalidRequest."""
+        """The request as the core wants it; `deadline` is in seconds from `now`.  Raises InvalidRequest."""
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise InvalidRequest("request_id", f"{request_id!r} is no string, or an empty one")
         if request_id is not None and request_id.startswith(_OWN):
             raise InvalidRequest("request_id", f"{request_id!r} begins with {_OWN!r}, as the engine's own ids do")
-        if deadline is not None and math.isnan(deadline):
-            raise InvalidRequest("deadline", "is not a number of seconds")
+        if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
+            raise InvalidRequest("deadline", f"{deadline!r} is not a number of seconds")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidRequest("params", f"{params!r} is no SamplingParams")
         self._made += 1
         params = params or SamplingParams()
         return Request(
-            id=request_id or f"{_OWN}{self._made}",
+            id=f"{_OWN}{self._made}" if request_id is None else request_id,
             prompt=as_prompt(prompt),
             params=params,
-            deadline=deadline,
+            deadline=None if deadline is None else now + deadline,
             seed=_in_64_bits(self._seed + self._made) if params.seed is None else params.seed,
             cache_namespace=cache_namespace,
             metadata=metadata or {},

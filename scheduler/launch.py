@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvloom.scheduler.errors import BadStepResult, FatalRunnerError, RunnerFailed
+from kvloom.scheduler.errors import BadStepResult, BrokenInvariant, FatalRunnerError, RunnerFailed
 from kvloom.scheduler.plan import StepResult
 from kvloom.scheduler.sampler import SampledBatch, Sampler
 
@@ -40,6 +40,26 @@ class StepBatch(SampledBatch, Protocol):
     def sample_rows(self) -> torch.Tensor: ...
     def replace_token_ids(self, token_ids: torch.Tensor) -> None:
         """Put the completed token ids in place."""
+
+
+class LaunchedSpec(Protocol):
+    """The part of a runner's spec that launching needs."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Launched(Protocol):
+    """A runner, as far as launching is concerned."""
+
+    @property
+    def spec(self) -> LaunchedSpec: ...
+    @property
+    def forward(self) -> Callable[[Any], Any]: ...
+    @property
+    def close(self) -> Callable[[], None]: ...
 
 
 class Output(Protocol):
@@ -73,29 +93,29 @@ class _Launched:
 class Launcher:
     """Runs `forward` for one batch after the other and reports each outcome on the event loop, in order.
 
-    forward   the runner's; may be `async def`, and is then awaited on the event loop
+    runner    its `forward` may be `async def`, and is then awaited on the event loop; closed after its last step
     report    called on the loop with the step and its result, or what went wrong (RunnerFailed, FatalRunnerError)
     overlap   the next batch may be submitted before the outcome is known; it is given `token_src`'s tokens here
     """
 
     def __init__(
         self,
-        forward: Callable[[Any], Any],
+        runner: Launched,
         report: Callable[[int, Outcome], None],
         *,
         max_rows: int,
-        vocab_size: int,
-        device: torch.device,
         overlap: bool,
     ) -> None:
-        self._forward = forward
+        device = runner.spec.device
+        self._runner = runner
         self._report = report
         self._loop = asyncio.get_running_loop()
         self._sampler = Sampler()
         # The newest token of each row, so that the next step can be launched before the host has seen it.
         self._newest = torch.zeros(max_rows + 1, dtype=torch.int32, device=device) if overlap else None
-        self._last_token = vocab_size - 1
+        self._last_token = runner.spec.vocab_size - 1
         self._closed = False
+        self._close_error: Exception | None = None
         self._batches: SimpleQueue[StepBatch | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[int, _Launched | Exception] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._launch_all, name="kvloom-launch", daemon=True)]
@@ -110,9 +130,18 @@ class Launcher:
         self._batches.put(batch)
 
     def close(self) -> None:
-        """Let the threads end after what they are doing; does not wait for them.  What is queued will not be run."""
+        """Let the threads end after what they are doing, and close the runner; what is queued will not be run.
+
+        Does not wait: a runner that hangs in a step is closed when, and if, it comes back.
+        """
         self._closed = True
         self._batches.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait that long for the runner to be closed.  Raises what its `close` raised."""
+        self._threads[-1].join(seconds)
+        if self._close_error is not None:
+            raise self._close_error
 
     def _launch_all(self) -> None:
         while (batch := self._batches.get()) is not None and not self._closed:
@@ -125,27 +154,31 @@ class Launcher:
                 self._launched.put((batch.step, launched))
             else:
                 self._finish(batch.step, launched)
-        self._launched.put(None)
+        if self._waits:
+            self._launched.put(None)
+        else:
+            self._close_runner()
 
     def _launch(self, batch: StepBatch) -> _Launched:
         if batch.has_token_src and self._newest is not None:
             source = batch.token_src
             known = torch.where(source < 0, batch.token_ids, self._newest[source.clamp(min=0)])
             batch.replace_token_ids(known)
-        output = self._forward(batch)
+        output = self._runner.forward(batch)
         if inspect.isawaitable(output):
             output = asyncio.run_coroutine_threadsafe(_awaited(output), self._loop).result()
         tokens = self._tokens(output, batch)
         if self._newest is not None and len(tokens) == len(batch.sample_rows):
             # A token outside the vocabulary fails its own step; it must not bring down the next one, which is for
             # others too.
-            self._newest[batch.row_slot[batch.sample_rows]] = tokens.long().clamp(0, self._last_token).int()
+            known = tokens.to(self._newest.device, non_blocking=True).long().clamp(0, self._last_token).int()
+            self._newest[batch.row_slot[batch.sample_rows]] = known
         if not tokens.is_cuda:
             return _Launched(tokens, None, output.row_errors)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
+        ready.record(torch.cuda.current_stream(tokens.device))  # this thread's current device may be another
         return _Launched(host, ready, output.row_errors)
 
     def _tokens(self, output: Output, batch: StepBatch) -> torch.Tensor:
@@ -161,6 +194,14 @@ class Launcher:
     def _wait_all(self) -> None:
         while (pending := self._launched.get()) is not None:
             self._finish(*pending)
+        self._close_runner()
+
+    def _close_runner(self) -> None:
+        """On the last thread that works for it."""
+        try:
+            self._runner.close()
+        except Exception as error:
+            self._close_error = error
 
     def _finish(self, step: int, launched: _Launched | Exception) -> None:
         try:
@@ -180,7 +221,7 @@ async def _awaited(awaitable: Any) -> Output:
 
 def _as_failure(error: BaseException) -> Exception:
     """What the step's requests are told: the runner's own words, with its exception as the cause."""
-    if isinstance(error, FatalRunnerError | BadStepResult):
+    if isinstance(error, FatalRunnerError | BadStepResult | BrokenInvariant):
         return error
     failure = RunnerFailed(f"{type(error).__name__}: {error}")
     failure.__cause__ = error

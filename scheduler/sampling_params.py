@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvloom.scheduler.errors import InvalidRequest
 
 SEED_MAX = 2**63 - 1
+STOP_IDS_MAX = 64  # every running row is compared with as many in every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class SamplingParams:
                         2019, arXiv:1909.05858); 1 is off
     presence_penalty, frequency_penalty
                         taken off the logits of tokens in the output, once, or once per time; 0 is off
-    stop_token_ids      end with `stop`, beside the model's own end tokens
+    stop_token_ids      end with `stop`, beside the model's own end tokens; at most 64 different ones
     ignore_eos          the model's own end tokens do not stop
     min_new_tokens      no stop before this many
 
@@ -65,9 +66,12 @@ class SamplingParams:
             )
         if not isinstance(self.stop_token_ids, tuple | list):
             raise InvalidRequest("stop_token_ids", f"{self.stop_token_ids!r} is no row of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))  # a list could change under way
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
+        different = tuple(dict.fromkeys(self.stop_token_ids))  # a tuple: a list could change under way
+        if len(different) > STOP_IDS_MAX:
+            raise InvalidRequest("stop_token_ids", f"{len(different)} different ids; at most {STOP_IDS_MAX}")
+        object.__setattr__(self, "stop_token_ids", different)
         if self.n != 1:
             raise InvalidRequest("n", f"{self.n!r}: only 1 completion per request is supported")
         if self.logprobs is not None:

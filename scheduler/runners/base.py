@@ -16,7 +16,7 @@ from kvloom.allocator import Batch, KVCache, PoolSpec
 
 @dataclass(frozen=True, slots=True)
 class RunnerSpec:
-    """What a runner can do and needs; the engine checks its own settings against it at start.
+    """What a runner can do and needs; an engine refuses memory that was made for another.
 
     vocab_size    token ids run from 0 to vocab_size - 1; a result outside fails its step
     max_seq       longest sequence (prompt and output together) in tokens
@@ -65,4 +65,4 @@ class ModelRunner(Protocol):
         """Run one step; may return before the device is done.  Raising fails the requests of this step only."""
 
     def close(self) -> None:
-        """Give back what `attach` and `warmup` took."""
+        """Give back what `attach` and `warmup` took; called once, on the launch thread, after the last `forward`."""

@@ -91,7 +91,9 @@ class TransformersRunner:
         return self._spec
 
     def attach(self, pools: Mapping[str, KVCache]) -> None:
-        """Raises `InvalidConfig` if the pool "full" is missing."""
+        """Raises `InvalidConfig` if the pool "full" is missing, or after `close`, which has let go of the model."""
+        if self._restore is None:
+            raise InvalidConfig("a closed TransformersRunner has let go of its model; make a new one")
         if POOL not in pools:
             raise InvalidConfig(f"TransformersRunner needs the pool {POOL!r}, got {sorted(pools)}")
         self._pool = pools[POOL]
@@ -109,13 +111,9 @@ class TransformersRunner:
         """`logits` [S, V] in the dtype of the model.  Raises `InvalidConfig` before `attach` or after `close`."""
         if self._pool is None:
             raise InvalidConfig("TransformersRunner.forward needs KV storage: call attach first")
-        token_ids = batch.token_ids
-        if batch.has_token_src:
-            # A token in flight may turn out to be none (-1), which only its own row is to suffer from.
-            token_ids = token_ids.clamp_min(0)
         step = PagedAttention(batch, self._pool)
         logits_idx = batch.logits_idx.long()
-        return StepOutput(logits=call_model(self._model, token_ids, batch.positions.long(), logits_idx, step))
+        return StepOutput(logits=call_model(self._model, batch.token_ids, batch.positions.long(), logits_idx, step))
 
     def close(self) -> None:
         """Gives the model back as it came, and lets go of the KV storage.  Closing twice does nothing."""

@@ -179,21 +179,6 @@ def test_another_rows_nan_stays_its_own(spoken: tuple[PreTrainedModel, list[list
     runner.close()
 
 
-def test_a_token_in_flight_that_is_none_harms_nobody_else() -> None:
-    model = MODELS["llama"]()
-    runner = TransformersRunner(model)
-    runner.attach(pools_for(runner, 20, 4))
-    pages, rows = Pages(20, 4), [Row(0), Row(1)]
-    runner.forward(pages.batch([(row, [5, 6, 7]) for row in rows], 0, [0, 1]))
-    batch = pages.batch([(rows[0], [0]), (rows[1], [9])], 2, [0, 1])
-    batch.has_token_src = True
-    batch.replace_token_ids(torch.tensor([-1, 9], dtype=torch.int32))
-    logits = runner.forward(batch).logits
-    assert logits is not None
-    runner.close()
-    assert logits[1].argmax() == generated(model, [5, 6, 7, 9], 1)[0]
-
-
 def test_warmup_leaves_every_page_alone() -> None:
     runner = TransformersRunner(MODELS["mistral"](), max_seq=8)
     pools = pools_for(runner, 5, 4)
@@ -304,3 +289,13 @@ def test_decode_rows_are_grouped_by_length(seed: int) -> None:
     for group in groups:
         longest = lengths[group].max()
         assert (np.maximum(lengths[group], 64) * 2 >= longest).all()
+
+
+def test_a_closed_runner_is_not_attached_again() -> None:
+    """Its model has its own attention back, which would look across the rows of a batch."""
+    runner = TransformersRunner(MODELS["llama"]())
+    pools = pools_for(runner, 5, 4)
+    runner.attach(pools)
+    runner.close()
+    with pytest.raises(InvalidConfig, match="closed"):
+        runner.attach(pools)
