@@ -56,12 +56,17 @@ class KVMemory:
                 f"{len(pools)} pools of windows {windows}; a memory has one, without a window, for now"
             )
         capacity_tokens, page_size = whole("capacity_tokens", capacity_tokens), whole("page_size", page_size)
+        max_rows = whole("max_rows", max_rows)
+        if not 0 < page_size <= capacity_tokens:
+            raise InvalidArgument(
+                f"capacity_tokens={capacity_tokens} must hold a page of page_size={page_size} from 1 up"
+            )
         self.device = torch.device(device)
         self.page_size = page_size
         self.pool = pools[0]
         self.pools: Mapping[str, KVCache] = {
             spec.name: MHATokenToKVPool(
-                capacity_tokens // page_size * page_size if page_size > 0 else capacity_tokens,
+                capacity_tokens // page_size * page_size,
                 page_size, spec.dtype, spec.kv_heads, spec.head_dim, len(spec.layers), self.device, layers=spec.layers,
             )
             for spec in pools
@@ -78,6 +83,7 @@ class KVMemory:
         self._binding = binding_for(self.table, page_size, self.device)
         self._prefix_cache = prefix_cache or NullPrefixCache()
         self._needs = needs
+        self._claimed = False
 
     @classmethod
     def for_runner(
@@ -121,6 +127,16 @@ class KVMemory:
         if not spec.needs <= self._needs:
             missing = sorted(spec.needs - self._needs)
             raise InvalidArgument(f"the runner needs {missing}, which this memory was not made to build")
+
+    def claim(self) -> None:
+        """Belong to one engine from here on.  Raises InvalidArgument when another has it."""
+        if self._claimed:
+            raise InvalidArgument("this memory belongs to another engine, which has not been left")
+        self._claimed = True
+
+    def unclaim(self) -> None:
+        """Be free for the next engine."""
+        self._claimed = False
 
     def match(self, tokens: TokenArray, namespace: str = "") -> Match:
         """The longest cached prefix of `tokens` (int32), in whole pages.  Mutates nothing."""

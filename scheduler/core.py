@@ -51,7 +51,7 @@ class SchedulerCore:
         self._rows = self._roster.rows
         self._counts = self._roster.counts
         self._plans: deque[Plan] = deque()
-        self._step = memory.next_step  # not 0: fences count from there on, and the memory may have been used before
+        self._step = 0
 
     @property
     def has_work(self) -> bool:
@@ -124,6 +124,8 @@ class SchedulerCore:
         if not len(decode) and not chunks:
             self._require_progress()
             return None
+        # Fences of whoever used this memory before are below that.
+        self._step = max(self._step, self._memory.next_step)
         plan = assemble(self._step, self._rows, decode, chunks)
         self._step += 1
         self._plans.append(plan)

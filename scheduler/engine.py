@@ -7,10 +7,11 @@ steps in flight the next one is planned and launched while one runs.  The engine
 handler and touches nothing global.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +20,7 @@ import anyio
 from kvloom.scheduler.board import Board
 from kvloom.scheduler.config import ModelLimits, SchedulerConfig
 from kvloom.scheduler.core import SchedulerCore
-from kvloom.scheduler.errors import Draining, EngineFailed, EngineMisuse, QueueFull, Rejected, SchedulerError
+from kvloom.scheduler.errors import Draining, EngineFailed, InvalidRequest, Misuse, QueueFull, Rejected, SchedulerError
 from kvloom.scheduler.intake import Intake, Prompt
 from kvloom.scheduler.launch import Launcher
 from kvloom.scheduler.places import QueuePlaces
@@ -61,6 +62,7 @@ class Engine:
         self._loop = StepLoop(self._core, memory, self._config, clock, self._after_turn)
         self._state = EngineState.STARTING
         self._entered = False
+        self._tasks: list[asyncio.Task[None]] = []
         self._idle = anyio.Event()
         self._places = QueuePlaces(lambda: self._core.queue_is_full and self._state is EngineState.RUNNING)
         self._intake = Intake(secrets.randbits(62) if self._config.seed is None else self._config.seed)
@@ -69,9 +71,10 @@ class Engine:
     # ---- life ----
 
     async def __aenter__(self) -> Self:
-        """Attach the pools, warm the runner up (in a thread), start the loop.  Raises EngineMisuse the second time."""
+        """Attach the pools, warm the runner up (in a thread), start the loop.  Raises Misuse the second time."""
         if self._entered:
-            raise EngineMisuse("an engine is entered once; make a new one, with a runner of its own")
+            raise Misuse("an engine is entered once; make a new one, with a runner of its own")
+        self._memory.claim()
         self._entered = True
         self._board = Board(self._take_picture, self._clock)  # this thread's from here on
         runner, config = self._runner, self._config
@@ -79,39 +82,44 @@ class Engine:
             runner.attach(self._memory.pools)
             await anyio.to_thread.run_sync(runner.warmup, config.max_running, config.max_batch_tokens)
         except BaseException:
+            self._memory.unclaim()
             runner.close()
             raise
         self._launcher = Launcher(
             runner, self._loop.report, max_rows=self._memory.max_rows, overlap=config.steps_in_flight_max > 1
         )
         self._loop.launch_with(self._launcher.submit, self._launcher.close)
-        self._tasks = await anyio.create_task_group().__aenter__()
-        self._serving = anyio.CancelScope(shield=True)
-        self._tasks.start_soon(self._serve, name="kvloom loop")
-        self._tasks.start_soon(self._loop.watch, name="kvloom watch")
+        # In no scope of the host's: where that is cancelled, it leaves before its requests lose their loop; engines may
+        # be left in any order, and in another task than they were entered in.
+        works = (self._loop.run, self._loop.watch)
+        self._tasks = [asyncio.create_task(work(), name=f"kvloom {work.__name__}") for work in works]
         self._state = EngineState.RUNNING
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._tasks:
+            raise Misuse("the engine was not entered")
         try:  # the host may be cancelled here, and more than once
-            with closing(self._launcher):
-                try:
-                    await self._stop()
-                finally:
-                    self._serving.cancel()
-                    self._tasks.cancel_scope.cancel()
-                    await self._tasks.__aexit__(None, None, None)
+            await self._stop()
         finally:
+            for task in self._tasks:
+                task.cancel()
+            self._launcher.close()
+            self._memory.unclaim()
             with anyio.CancelScope(shield=True):
+                await asyncio.wait(self._tasks)
                 await anyio.to_thread.run_sync(self._launcher.join, _LEAVE_SECONDS)
 
     async def drain(self, timeout: float | None = None) -> None:
         """Take no new requests, let the live ones finish, then stop; those left after `timeout` seconds end.
 
         They end with `FinishReason.SHUTDOWN`.  Called again, the first timeout that passes counts for all.
+        Raises Misuse for a timeout that is no number of seconds; nothing has changed then.
         """
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise Misuse(f"timeout={timeout!r} is no number of seconds from 0 up")
         if self._state is EngineState.RUNNING:
             self._state = EngineState.DRAINING
             self._places.grant(len(self._places))
@@ -198,7 +206,9 @@ class Engine:
         return Result(tokens, final.reason, final.usage, final.timings)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; nothing happens when no such request is live."""
+        """End a request now; nothing happens when no such request is live.  Raises InvalidRequest for what is no id."""
+        if not isinstance(request_id, str):
+            raise InvalidRequest("request_id", f"{request_id!r} is no string")
         self._loop.end(lambda now: self._core.abort(request_id, now))
 
     def _refused(self, error: SchedulerError) -> None:
@@ -226,7 +236,8 @@ class Engine:
         if self._loop.failure is not None:
             raise EngineFailed(str(self._loop.failure)) from self._loop.failure.__cause__
         if self._state is not EngineState.RUNNING:
-            raise Draining(f"the engine is {self._state}")
+            hint = "; requests are taken inside `async with engine`" if self._state is EngineState.STARTING else ""
+            raise Draining(f"the engine is {self._state}{hint}")
 
     # ---- what others can see ----
 
@@ -280,8 +291,3 @@ class Engine:
             self._board.refresh_if_due()
         if len(self._places):
             self._places.grant(self._core.free_places)
-
-    async def _serve(self) -> None:
-        """The loop, shielded: a host that is cancelled leaves before its requests lose their loop."""
-        with self._serving:
-            await self._loop.run()

@@ -15,8 +15,8 @@ class InvalidConfig(SchedulerError, ValueError):
     """Settings that contradict each other, or a runner that cannot do what they ask."""
 
 
-class EngineMisuse(SchedulerError):
-    """A call that an engine in this state, or on this event loop, cannot answer; nothing was changed."""
+class Misuse(SchedulerError):
+    """A call that an engine or stream in this state cannot answer; nothing was changed."""
 
 
 class Rejected(SchedulerError):

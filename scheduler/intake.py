@@ -1,6 +1,7 @@
 """From what a caller passes to a `Request`."""
 
 from collections.abc import Mapping, Sequence as SequenceOf
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from kvloom.scheduler.errors import InvalidRequest
 from kvloom.scheduler.request import Request, TokenArray
 from kvloom.scheduler.sampling_params import SamplingParams
 
+_FAR = 1e12  # seconds; no deadline is farther
 _OWN = "#"  # how ids begin that we make, so that they never meet a caller's
 Prompt = SequenceOf[int] | NDArray[np.integer]
 
@@ -24,6 +26,8 @@ def as_prompt(values: Prompt) -> TokenArray:
         raise InvalidRequest("prompt", f"is no row of token ids: {error}") from error
     if array.size == 0:
         return np.empty(0, np.int32)
+    if array.dtype == object:
+        raise InvalidRequest("prompt", "holds something that is no whole number of 64 bits")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequest("prompt", f"is no flat row of token ids: {array.dtype} of shape {array.shape}")
     low, high = int(array.min()), int(array.max())
@@ -55,7 +59,7 @@ class Intake:
             raise InvalidRequest("request_id", f"{request_id!r} is no string, or an empty one")
         if request_id is not None and request_id.startswith(_OWN):
             raise InvalidRequest("request_id", f"{request_id!r} begins with {_OWN!r}, as the engine's own ids do")
-        if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float)):
+        if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, Real)):
             raise InvalidRequest("deadline", f"{deadline!r} is not a number of seconds")
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequest("params", f"{params!r} is no SamplingParams")
@@ -65,7 +69,7 @@ class Intake:
             id=f"{_OWN}{self._made}" if request_id is None else request_id,
             prompt=as_prompt(prompt),
             params=params,
-            deadline=None if deadline is None else now + deadline,
+            deadline=None if deadline is None else now + float(min(deadline, _FAR)),
             seed=_in_64_bits(self._seed + self._made) if params.seed is None else params.seed,
             cache_namespace=cache_namespace,
             metadata=metadata or {},

@@ -41,4 +41,4 @@ def checked_tokens(plan: Plan, result: StepResult, vocab_size: int, alive: NDArr
 
 
 def _is_index(i: object, size: int) -> bool:
-    return isinstance(i, Integral) and 0 <= int(i) < size
+    return isinstance(i, Integral) and not isinstance(i, bool | np.bool_) and 0 <= int(i) < size

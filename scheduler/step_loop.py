@@ -57,6 +57,12 @@ class EngineMemory(Memory, Protocol):
     def require(self, spec: Any) -> None:
         """Raise unless a runner of this spec can work with this memory."""
 
+    def claim(self) -> None:
+        """Belong to one engine.  Raises when another has it."""
+
+    def unclaim(self) -> None:
+        """Be free for the next."""
+
     def bind(self, plan: Plan) -> Any:
         """The batch of a plan."""
 

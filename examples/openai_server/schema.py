@@ -60,6 +60,8 @@ def _as_list(value: object) -> object:
 def _one_prompt(value: object) -> object:
     if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
         return value
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        return _one_prompt(value[0])  # a list of one prompt is one prompt
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         raise ValueError("several prompts in one request are not supported: send one request for each")
     raise ValueError("must be a string or a list of token ids (whole numbers)")

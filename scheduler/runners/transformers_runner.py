@@ -40,6 +40,8 @@ class TransformersRunner:
     def __init__(self, model: PreTrainedModel, *, max_seq: int | None = None) -> None:
         self._model = model
         self._pool: KVCache | None = None
+        if any(each._attn_implementation == NAME for each in _configs(model.config)):
+            raise InvalidConfig("this model has a TransformersRunner already; close that one first")
         config = model.config.get_text_config(decoder=True)
         check_kind(config, model)
         max_seq = _max_seq(config, max_seq)
@@ -91,9 +93,9 @@ class TransformersRunner:
         return self._spec
 
     def attach(self, pools: Mapping[str, KVCache]) -> None:
-        """Raises `InvalidConfig` if the pool "full" is missing, or after `close`, which has let go of the model."""
-        if self._restore is None:
-            raise InvalidConfig("a closed TransformersRunner has let go of its model; make a new one")
+        """Raises `InvalidConfig` if the pool "full" is missing, when attached already, or closed."""
+        if self._restore is None or self._pool is not None:
+            raise InvalidConfig("a TransformersRunner serves one engine, and lets go of its model then; make a new one")
         if POOL not in pools:
             raise InvalidConfig(f"TransformersRunner needs the pool {POOL!r}, got {sorted(pools)}")
         self._pool = pools[POOL]

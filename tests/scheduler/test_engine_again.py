@@ -1,5 +1,6 @@
 """Memory and runners that an engine has used before, or that were made for another."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from kvloom.allocator import InvalidArgument, KVMemory, PoolSpec
 from kvloom.scheduler import Engine, NeverFits, QueueFull, SamplingParams, SchedulerConfig, TooLong
-from kvloom.scheduler.errors import BrokenInvariant, EngineFailed
+from kvloom.scheduler.errors import BrokenInvariant, EngineFailed, InvalidRequest, Misuse
 from kvloom.scheduler.runners import ShadowRunner, StepOutput, ToyRunner
 from kvloom.scheduler.runners.shadow import continuation
 from tests.scheduler.driven import require_nothing_held
@@ -122,3 +123,67 @@ async def test_a_step_given_up_is_no_failure_and_is_observed() -> None:
     counts = engine.statistics().scheduler
     assert (sum(counts.steps.values()), counts.failed_steps, counting.steps) == (2, 0, 2)
     assert await read(stream) == []
+
+
+async def test_engines_are_left_in_any_order_and_from_any_task(engine_of: EngineOf) -> None:
+    """One model takes over from another while its requests go on."""
+    old, new = engine_of(), engine_of()
+    await old.__aenter__()
+    await asyncio.create_task(new.__aenter__())
+    await old.__aexit__(None, None, None)
+    assert len((await new.generate([1], SamplingParams(max_new_tokens=3))).token_ids) == 3
+    await asyncio.create_task(new.__aexit__(None, None, None))
+    with pytest.raises(Misuse, match="not entered"):
+        await engine_of().__aexit__(None, None, None)
+
+
+async def test_a_memory_belongs_to_one_engine_at_a_time() -> None:
+    memory = KVMemory.for_runner(ToyRunner(), capacity_tokens=256, max_rows=4)
+    first, second = (Engine(ToyRunner(), memory, SchedulerConfig(max_running=4)) for _ in range(2))
+    async with first:
+        with pytest.raises(InvalidArgument, match="another engine"):
+            await second.__aenter__()
+        await first.generate([1], SamplingParams(max_new_tokens=3))
+    async with second:
+        assert len((await second.generate([1], SamplingParams(max_new_tokens=3))).token_ids) == 3
+
+
+async def test_only_one_of_two_enters(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    both = await asyncio.gather(*(engine.__aenter__() for _ in range(2)), return_exceptions=True)
+    assert [type(one) for one in both] == [Engine, Misuse]
+    await engine.__aexit__(None, None, None)
+
+
+async def test_an_awaited_step_that_hangs_is_cancelled(engine_of: EngineOf) -> None:
+    class Remote(ToyRunner):
+        cancelled = False
+
+        async def forward(self, batch: object) -> StepOutput:  # type: ignore[override]
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled = True
+                raise
+            raise AssertionError
+
+    runner, before = Remote(), asyncio.all_tasks()
+    async with engine_of(runner) as engine, engine.open([1]):
+        await until(lambda: engine.statistics().scheduler.steps_in_flight == 1)
+    await until(lambda: runner.cancelled and asyncio.all_tasks() == before)
+
+
+@pytest.mark.parametrize("timeout", ["x", float("nan"), -1.0])
+async def test_a_drain_that_is_refused_changes_nothing(engine_of: EngineOf, timeout: Any) -> None:
+    async with engine_of() as engine:
+        with pytest.raises(Misuse, match="timeout"):
+            await engine.drain(timeout)
+        assert (await engine.generate([1], SamplingParams(max_new_tokens=1))).token_ids
+
+
+@pytest.mark.parametrize("request_id", [[1], {}, None, b"x"])
+async def test_an_abort_of_what_is_no_id(engine_of: EngineOf, request_id: Any) -> None:
+    async with engine_of() as engine:
+        with pytest.raises(InvalidRequest, match="request_id"):
+            engine.abort(request_id)
+        assert (await engine.generate([1], SamplingParams(max_new_tokens=1))).token_ids

@@ -13,9 +13,9 @@ from kvloom.allocator import KVCache
 from kvloom.scheduler import (
     Draining,
     Engine,
-    EngineMisuse,
     EngineState,
     FinishReason,
+    Misuse,
     QueueFull,
     Result,
     SamplingParams,
@@ -95,18 +95,18 @@ async def test_a_warm_up_that_fails(engine_of: EngineOf) -> None:
             pass
     assert (engine.state, runner.closed) == (EngineState.STARTING, 1)
     assert not launch_threads()
-    with pytest.raises(EngineMisuse):
+    with pytest.raises(Misuse):
         await engine.__aenter__()
 
 
 async def test_an_engine_is_entered_once(engine_of: EngineOf) -> None:
     engine = engine_of()
     async with engine:
-        with pytest.raises(EngineMisuse, match="entered once"):
+        with pytest.raises(Misuse, match="entered once"):
             async with engine:
                 pass
         assert (await engine.generate([1], params(1))).token_ids, "the first is not disturbed"
-    with pytest.raises(EngineMisuse, match="entered once"):
+    with pytest.raises(Misuse, match="entered once"):
         async with engine:
             pass
 

@@ -159,11 +159,14 @@ async def test_what_a_runner_says_in_our_words_is_passed_on(pair: Driven, error:
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (None, RunnerFailed),
+        (None, BadStepResult),
+        (torch.tensor([1, 2]), BadStepResult),
         (StepOutput(), BadStepResult),
-        (StepOutput(next_tokens=[1, 2]), RunnerFailed),  # type: ignore[arg-type]
+        (StepOutput(next_tokens=[1, 2]), BadStepResult),  # type: ignore[arg-type]
         (StepOutput(logits=torch.zeros(3, 100)), BadStepResult),
         (StepOutput(logits=torch.zeros(100)), BadStepResult),
+        (StepOutput(logits=torch.zeros(2, 99)), BadStepResult),
+        (StepOutput(logits=torch.zeros(2, 100, dtype=torch.bool)), BadStepResult),
         (StepOutput(next_tokens=torch.zeros(2, dtype=torch.bfloat16)), RunnerFailed),
         (StepOutput(next_tokens=torch.zeros(2, requires_grad=True)), RunnerFailed),
     ],

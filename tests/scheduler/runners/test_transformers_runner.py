@@ -144,12 +144,16 @@ def test_other_kinds_of_models(make: Callable[[], PreTrainedModel]) -> None:
 def test_the_spec_says_what_the_model_is() -> None:
     model = MODELS["gemma3"]()
     model.generation_config.eos_token_id = [3, 5]
-    spec = TransformersRunner(model, max_seq=100).spec
+    runner = TransformersRunner(model, max_seq=100)
+    spec = runner.spec
     assert (spec.vocab_size, spec.max_seq, spec.needs) == (211, 100, frozenset({"page_table"}))
     assert spec.eos_ids == (3, 5)
     (pool,) = spec.pools
     assert (pool.name, pool.layers, pool.kv_heads, pool.head_dim) == ("full", tuple(range(6)), 1, 16)
     assert (pool.dtype, pool.window) == (torch.float32, None)
+    with pytest.raises(InvalidConfig, match="has a TransformersRunner already"):
+        TransformersRunner(model)
+    runner.close()
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = 7
     assert TransformersRunner(model).spec.eos_ids == (7,)
@@ -291,11 +295,12 @@ def test_decode_rows_are_grouped_by_length(seed: int) -> None:
         assert (np.maximum(lengths[group], 64) * 2 >= longest).all()
 
 
-def test_a_closed_runner_is_not_attached_again() -> None:
+def test_a_runner_is_attached_once() -> None:
     """Its model has its own attention back, which would look across the rows of a batch."""
     runner = TransformersRunner(MODELS["llama"]())
     pools = pools_for(runner, 5, 4)
     runner.attach(pools)
-    runner.close()
-    with pytest.raises(InvalidConfig, match="closed"):
-        runner.attach(pools)
+    for _ in range(2):
+        with pytest.raises(InvalidConfig, match="serves one engine"):
+            runner.attach(pools)
+        runner.close()
