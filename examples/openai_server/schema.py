@@ -6,6 +6,7 @@ answer that we would not give: those are refused by name (`REFUSED`).  Left out,
 """
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -141,9 +142,9 @@ class GenerationRequest(_Body):
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
+    @abstractmethod
     def prompt_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Takes as long as the prompt is: not for the event loop.  Raises ApiError."""
-        raise NotImplementedError
 
 
 class CompletionRequest(GenerationRequest):
