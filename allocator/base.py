@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvloom.allocator.errors import ForeignPage, GroupMisuse, InvalidArgument, StaleState
-from kvloom.allocator.indices import Ints, host_ints
+from kvloom.allocator.indices import Ints, host_ints, whole
 from kvloom.allocator.kernels import kernels_for
 from kvloom.allocator.pages import PageLedger
 from kvloom.allocator.pools import HostCopy, KVCache
@@ -46,7 +46,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         *,
         pool: str = "full",
     ) -> None:
-        if isinstance(page_size, bool) or page_size < 1:
+        size, page_size = whole("size", size), whole("page_size", page_size)
+        if page_size < 1:
             raise InvalidArgument(f"page_size={page_size} must be at least 1")
         if size < page_size:
             raise InvalidArgument(f"size={size} tokens is less than one page of {page_size}")

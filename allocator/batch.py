@@ -126,6 +126,7 @@ class Batch:
             array: NDArray[Any] = getattr(self.host, name)
             if not array.flags.writeable:  # shared between steps; torch would hand out a way to write it
                 array = array.copy()
+            # This waits for a device, but only in a batch made by hand: with one from `bind` all arrays were uploaded.
             found = self._tensors[name] = torch.from_numpy(array).to(self.device)
         return found
 

@@ -36,6 +36,8 @@ def host_ints(name: str, values: Ints) -> NDArray[np.int64]:
 def whole(name: str, value: int) -> int:
     """`value` as a plain int.  Raises InvalidArgument unless it is a whole number, of whatever make."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise InvalidArgument(f"{name}={value!r} is not a whole number") from None

@@ -13,10 +13,10 @@ import torch
 from kvloom.allocator.batch import Batch, HostArrays
 from kvloom.allocator.binding import binding_for
 from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
-from kvloom.allocator.indices import constant, counting, spans, starts
+from kvloom.allocator.indices import constant, counting, spans, starts, whole
 from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
 from kvloom.allocator.pools import KVCache, MHATokenToKVPool
-from kvloom.allocator.ports import HasSpec, StepPlan, TokenArray
+from kvloom.allocator.ports import HasSpec, RunnerNeeds, StepPlan, TokenArray
 from kvloom.allocator.prefix import Match, NullPrefixCache, PrefixCache
 from kvloom.allocator.reports import MemoryStatistics, Shortfall
 from kvloom.allocator.rows import RowAllocator
@@ -50,14 +50,23 @@ class KVMemory:
         needs: frozenset[str] = frozenset(),
         prefix_cache: PrefixCache | None = None,
     ) -> None:
-        if len(pools) != 1:
-            raise InvalidArgument(f"{len(pools)} pools; a memory has one pool for now")
+        if len(pools) != 1 or pools[0].window is not None:
+            windows = [spec.window for spec in pools]
+            raise InvalidArgument(
+                f"{len(pools)} pools of windows {windows}; a memory has one, without a window, for now"
+            )
+        capacity_tokens, page_size = whole("capacity_tokens", capacity_tokens), whole("page_size", page_size)
+        max_rows = whole("max_rows", max_rows)
+        if not 0 < page_size <= capacity_tokens:
+            raise InvalidArgument(
+                f"capacity_tokens={capacity_tokens} must hold a page of page_size={page_size} from 1 up"
+            )
         self.device = torch.device(device)
         self.page_size = page_size
         self.pool = pools[0]
         self.pools: Mapping[str, KVCache] = {
             spec.name: MHATokenToKVPool(
-                capacity_tokens // page_size * page_size if page_size > 0 else capacity_tokens,
+                capacity_tokens // page_size * page_size,
                 page_size, spec.dtype, spec.kv_heads, spec.head_dim, len(spec.layers), self.device, layers=spec.layers,
             )
             for spec in pools
@@ -67,12 +76,14 @@ class KVMemory:
             capacity_tokens, page_size, self.pool.dtype, self.device, storage, pool=self.pool.name
         )
         self.capacity_tokens = self.allocator.num_pages * page_size
-        longest = self.capacity_tokens if max_seq is None else min(self.capacity_tokens, max_seq)
-        self.table = RequestTable(max_rows, -(-longest // page_size), self.device)
+        # Tokens of the longest sequence that it can hold.
+        self.max_seq = self.capacity_tokens if max_seq is None else min(self.capacity_tokens, max_seq)
+        self.table = RequestTable(max_rows, -(-self.max_seq // page_size), self.device)
         self._rows = RowAllocator(self.allocator.ledger, self.table)
         self._binding = binding_for(self.table, page_size, self.device)
         self._prefix_cache = prefix_cache or NullPrefixCache()
         self._needs = needs
+        self._claimed = False
 
     @classmethod
     def for_runner(
@@ -101,6 +112,31 @@ class KVMemory:
     def max_rows(self) -> int:
         """Rows of the request table."""
         return self.table.max_rows
+
+    @property
+    def next_step(self) -> int:
+        """The number from which on steps are new here: fences of whoever used this memory before are below it."""
+        return self.allocator.ledger.settled_step + 1
+
+    def require(self, spec: RunnerNeeds) -> None:
+        """Raise InvalidArgument unless a runner of this `spec` can work with this memory."""
+        if spec.pools != (self.pool,):
+            raise InvalidArgument(f"the runner wants the pools {spec.pools}; this memory has {(self.pool,)}")
+        if spec.device != self.device:
+            raise InvalidArgument(f"the runner is on {spec.device}; this memory is on {self.device}")
+        if not spec.needs <= self._needs:
+            missing = sorted(spec.needs - self._needs)
+            raise InvalidArgument(f"the runner needs {missing}, which this memory was not made to build")
+
+    def claim(self) -> None:
+        """Belong to one engine from here on.  Raises InvalidArgument when another has it."""
+        if self._claimed:
+            raise InvalidArgument("this memory belongs to another engine, which has not been left")
+        self._claimed = True
+
+    def unclaim(self) -> None:
+        """Be free for the next engine."""
+        self._claimed = False
 
     def match(self, tokens: TokenArray, namespace: str = "") -> Match:
         """The longest cached prefix of `tokens` (int32), in whole pages.  Mutates nothing."""
@@ -193,17 +229,7 @@ class KVMemory:
 
     def check(self) -> None:
         """Raise BrokenInvariant unless the books balance: one state per page, each held page in its row's line."""
-        ledger = self.allocator.ledger
-        ledger.check()
-        self.table.check()
-        lengths, room = self.table.lengths, self.table.page_counts * np.int64(self.page_size)
-        if lengths.min() < 0 or (lengths > room).any():
-            raise BrokenInvariant("a row has reserved more tokens than its pages hold, or fewer than 0")
-        pages, rows = self.table.pages_of(np.arange(self.table.max_rows, dtype=np.int32))
-        if len(pages) != ledger.held_pages or not np.array_equal(ledger.holders_of(pages), rows):
-            raise BrokenInvariant(
-                f"pool {self.pool.name!r}: {ledger.held_pages} pages are held, the table names {len(pages)}"
-            )
+        self._rows.check()
 
     def _host_arrays(self, plan: StepPlan) -> HostArrays:
         tokens = len(plan.token_ids)

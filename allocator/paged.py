@@ -107,7 +107,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def _require_last_loc(self, last_loc: Ints, prefix: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Last slots on the host must be held and stand where the lengths say; those on the device (None) are trusted.
 
-        Answers those on the host.
+        Rows may share whole pages, and so a last slot, but not a page with room behind it.  Answers those on the host.
         """
         if isinstance(last_loc, torch.Tensor) and last_loc.device.type != "cpu":
             return None
@@ -121,6 +121,9 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         loose = self.ledger.holders_of((ends // self.page_size).astype(np.int32)) != CALLER
         if loose.any():
             raise ForeignPage(f"rows end at slots {ends[loose][:8].tolist()}, whose pages nobody holds")
+        partly = (last[prefix % self.page_size != 0] // self.page_size).astype(np.int32)
+        if len(self.ledger.distinct(partly)) != len(partly):
+            raise InvalidArgument(f"two rows go on in one page; pages {partly[:8].tolist()}")
         return last
 
     def _on_device(self, values: Ints) -> torch.Tensor:

@@ -64,6 +64,11 @@ class PageLedger:
         return len(self._books.free) + len(self._books.released)
 
     @property
+    def settled_step(self) -> int:
+        """The last step that is over, -1 before the first."""
+        return self._settled
+
+    @property
     def held_pages(self) -> int:
         """Pages with a holder."""
         return self._books.held

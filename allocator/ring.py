@@ -14,12 +14,10 @@ class PageRing:
 
     __slots__ = ("_head", "_ids", "_length")
 
-    def __init__(self, capacity: int, pages: PageArray | None = None) -> None:
+    def __init__(self, capacity: int) -> None:
         self._ids = np.empty(max(capacity, 1), np.int32)
         self._head = 0
         self._length = 0
-        if pages is not None:
-            self.push_back(pages)
 
     def __len__(self) -> int:
         return self._length

@@ -2,7 +2,7 @@
 
 The host's copy is the truth; the device's is written by the kernels from what the host sends along with a step (on the
 CPU the two are the same memory).  A row that is given back is handed out again only once the last step that names it is
-settled, and counts a generation up each time, so that a row kept too long can be told from its next owner's.
+settled.
 """
 
 import numpy as np
@@ -23,7 +23,6 @@ class RequestTable:
     pages        int32 [max_rows + 1, max_pages], page ids in order, 0 behind the last
     page_counts  int32 [max_rows + 1]
     lengths      int32 [max_rows + 1], tokens that the row has reserved
-    generations  int64 [max_rows + 1]
     device_pages the device's copy of `pages`, torch int32
     """
 
@@ -35,7 +34,6 @@ class RequestTable:
         self.pages = np.zeros((max_rows + 1, max_pages), np.int32)
         self.page_counts = np.zeros(max_rows + 1, np.int32)
         self.lengths = np.zeros(max_rows + 1, np.int32)
-        self.generations = np.zeros(max_rows + 1, np.int64)
         device = torch.device(device)
         if device.type == "cpu":
             self.device_pages = torch.from_numpy(self.pages)
@@ -74,7 +72,6 @@ class RequestTable:
             return None
         row = self._free.pop()
         self._held[row] = True
-        self.generations[row] += 1
         return row
 
     def append(self, rows: RowArray, counts: RowArray, pages: PageArray) -> None:

@@ -25,7 +25,6 @@ from rich.text import Text
 
 from examples.smollm2 import ModelUnavailable, ensure_model, load
 from kvloom.allocator import KVMemory
-from kvloom.metrics import instrument
 from kvloom.scheduler import Engine, EngineStatistics, SamplingParams, SchedulerConfig
 from kvloom.scheduler.runners import ModelRunner, ToyRunner, TransformersRunner
 
@@ -155,7 +154,6 @@ async def play(console: Console, show: Show) -> None:
     panes = [Pane(question, show.encode(question)) for question in QUESTIONS]
     memory = KVMemory.for_runner(show.runner, capacity_tokens=CAPACITY_TOKENS, page_size=PAGE_SIZE)
     async with Engine(show.runner, memory, CONFIG) as engine:
-        instrument(engine, model=show.name)
         asked = time.perf_counter()
         with Live(console=console, auto_refresh=False) as live:
             async with asyncio.TaskGroup() as group:
@@ -192,4 +190,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -107,7 +107,7 @@ CATALOGUE: tuple[Family, ...] = (
     Family("kv_peak_active_pages", G, "Most pages held by requests at once since start.", {"pool": POOLS}),
     Family("kv_slack_tokens", G, "Unused slots in partly filled active pages.", {"pool": POOLS}),
     Family("kv_freed_pages_total", C, "Pages given back.", {"pool": POOLS, "reason": FREE_REASONS}),
-    Family("kv_free_groups_total", C, "Retirements, each of a group of requests at once.", {"pool": POOLS}),
+    Family("kv_free_groups_total", C, "Groups of pages given back at once.", {"pool": POOLS}),
     Family("kv_free_list_sorts_total", C, "Merges of released pages into a sorted free list.", {"pool": POOLS}),
     Family(
         "prefix_cache_evicted_pages_total", C, "Pages the prefix cache gave up.",

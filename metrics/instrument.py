@@ -40,8 +40,12 @@ def instrument(
     namespace  prefix of every metric
     buckets    family name without prefix -> other upper bounds for its histogram
 
-    Raises ValueError when the registry already exports an engine of that name; nothing has changed then.
+    Raises ValueError when the registry already exports an engine of that name, or for labels that are no text; nothing
+    has changed then.
     """
+    for label, value in (("model", model), ("name", name)):
+        if not isinstance(value, str) or not value.isprintable():
+            raise ValueError(f"{label}={value!r} is no printable text")
     timings = TimingObserver(buckets)
     collector = None if registry is None else _resident(registry, namespace)
     if collector is None:

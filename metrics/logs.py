@@ -1,6 +1,7 @@
 """What happens, as structured log lines: one event name per transition, at debug unless it is worth a look.
 
-Never a prompt, a token or an error's text, which may quote them: the caller's stream carries the error itself.
+Never a prompt or a token.  Of an error its type: the text is in the caller's stream, and that of a failed step in the
+engine's own log (logger "kvloom.engine").
 """
 
 from typing import TYPE_CHECKING, Protocol

@@ -19,7 +19,7 @@ def readings(statistics: "EngineStatistics") -> dict[str, Values]:
     pools: Mapping[str, PoolStatistics] = getattr(statistics.memory, "pools", {})
     evicted: Mapping[tuple[str, str], int] = getattr(statistics.memory, "evicted", {})
     return {
-        "oldest_waiting_timestamp_seconds": {(): statistics.oldest_waiting_at},
+        "oldest_waiting_timestamp_seconds": {(): statistics.oldest_waiting_at or 0.0},
         "last_step_timestamp_seconds": {(): statistics.last_step_at},
         "engine_state": {(state,): state == statistics.state for state in catalogue.ENGINE_STATES},
         "errors_total": _split(statistics.errors, catalogue.ERROR_PLACES),

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvloom.scheduler.plan import Plan
+from kvloom.scheduler.plan import IntArray, Plan
 from kvloom.scheduler.prefill import Chunk
-from kvloom.scheduler.rows import IntArray, Rows
+from kvloom.scheduler.rows import Rows
 
 
 def assemble(step: int, rows: Rows, decode: IntArray, chunks: SequenceOf[Chunk]) -> Plan:

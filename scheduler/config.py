@@ -1,6 +1,7 @@
 """The scheduler's settings, and the one place that checks how they fit together."""
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from kvloom.scheduler.errors import InvalidConfig
 from kvloom.scheduler.sampling_params import SEED_MAX
@@ -43,13 +44,14 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch_tokens", "prefill_chunk", "max_waiting", "runner_failures_max"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise InvalidConfig(f"{name}={value!r} must be a whole number from 1 up")
-        if self.steps_in_flight_max not in (1, 2):
+        if isinstance(self.steps_in_flight_max, bool) or self.steps_in_flight_max not in (1, 2):
             raise InvalidConfig(f"steps_in_flight_max={self.steps_in_flight_max!r} must be 1 or 2")
-        if self.seed is not None and (not isinstance(self.seed, int) or not -SEED_MAX - 1 <= self.seed <= SEED_MAX):
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.seed is not None and not (whole and -SEED_MAX - 1 <= self.seed <= SEED_MAX):
             raise InvalidConfig(f"seed={self.seed!r} must be None or a whole number of 64 bits")
-        if not self.step_timeout > 0:
+        if not isinstance(self.step_timeout, Real) or not self.step_timeout > 0:
             raise InvalidConfig(f"step_timeout={self.step_timeout!r} must be above 0 seconds")
         if self.max_batch_tokens < self.max_running:
             raise InvalidConfig(

@@ -26,13 +26,13 @@ from kvloom.scheduler.config import ModelLimits, SchedulerConfig
 from kvloom.scheduler.decode import grow
 from kvloom.scheduler.door import output_limit
 from kvloom.scheduler.errors import BrokenInvariant, DuplicateRequest, InvalidConfig, PlanMisuse, QueueFull, Rejected
-from kvloom.scheduler.plan import Committed, Plan, SchedulerStatistics, StepResult
+from kvloom.scheduler.plan import Committed, IntArray, Plan, SchedulerStatistics, StepResult
 from kvloom.scheduler.ports import Memory
 from kvloom.scheduler.prefill import Chunk, admit_next, continue_prefills, cut
 from kvloom.scheduler.request import FinishReason, Move, Phase, Request, Sequence
 from kvloom.scheduler.results import checked_tokens
 from kvloom.scheduler.roster import Ended, Roster
-from kvloom.scheduler.rows import FloatArray, IntArray
+from kvloom.scheduler.rows import SecondsArray
 
 
 class SchedulerCore:
@@ -74,24 +74,24 @@ class SchedulerCore:
         """Every request that has not ended, in order of arrival."""
         return list(self._roster.live.values())
 
-    @property
-    def next_deadline(self) -> float | None:
-        """When `expire` has something to do at the earliest."""
-        return self._roster.next_deadline
-
     def add(self, request: Request, now: float, sink: object = None) -> Sequence:
         """Queue a request; `sink` comes back with everything that concerns it.
 
         Raises DuplicateRequest, QueueFull, InvalidRequest, TooLong or NeverFits, and has changed nothing then; whoever
         turns the caller away counts it with `refuse`.
         """
-        max_new = output_limit(request, self._limits, self._memory.capacity_tokens)
-        if request.id in self._roster.live:
-            raise DuplicateRequest(f"request id {request.id!r} is in use")
+        max_new = self.check(request)
         if self.queue_is_full:
             places = self._config.max_waiting
             raise QueueFull(f"all {places} places in the queue are taken", self._roster.retry_after(now))
         return self._roster.queue(request, max_new, now, sink)
+
+    def check(self, request: Request) -> int:
+        """Most output tokens the request can have.  Raises what `add` raises but for QueueFull; mutates nothing."""
+        max_new = output_limit(request, self._limits, self._memory.max_seq)
+        if request.id in self._roster.live:
+            raise DuplicateRequest(f"request id {request.id!r} is in use")
+        return max_new
 
     def refuse(self, error: Rejected) -> None:
         """Count a request that was refused at the door."""
@@ -124,6 +124,8 @@ class SchedulerCore:
         if not len(decode) and not chunks:
             self._require_progress()
             return None
+        # Fences of whoever used this memory before are below that.
+        self._step = max(self._step, self._memory.next_step)
         plan = assemble(self._step, self._rows, decode, chunks)
         self._step += 1
         self._plans.append(plan)
@@ -160,11 +162,14 @@ class SchedulerCore:
         self._roster.give_back()
         return Committed(sequences, tokens.tolist(), ended, first, gaps)
 
-    def abandon(self, step: int, error: Exception, now: float) -> Committed:
-        """The oldest plan out has failed: its requests end with `error`, everyone else goes on.  Raises PlanMisuse."""
+    def abandon(self, step: int, error: Exception | None, now: float) -> Committed:
+        """The oldest plan out has failed: its requests end with `error`, everyone else goes on.  Raises PlanMisuse.
+
+        `error` None: nobody waits for it any more, which is no failure.
+        """
         plan = self._oldest(step)
         self._close(plan)
-        self._counts.failed_steps += 1
+        self._counts.failed_steps += error is not None
         live = plan.rows[self._alive(plan)]
         return self._end_all(self._rows.members(live), FinishReason.ERROR, now, error)
 
@@ -178,7 +183,7 @@ class SchedulerCore:
             decoding=counts.phases[Phase.DECODING],
             steps_in_flight=len(self._plans),
             waiting_prompt_tokens=self._roster.waiting.tokens,
-            oldest_waiting_at=head.arrived_at if head else 0.0,
+            oldest_waiting_at=head.arrived_at if head else None,
             received=counts.received,
             rejected=dict(counts.rejected),
             finished=dict(counts.finished),
@@ -245,7 +250,9 @@ class SchedulerCore:
             if self._rows.alive[row]
         ]
 
-    def _time_tokens(self, plan: Plan, got: IntArray, settled: IntArray, now: float) -> tuple[list[float], FloatArray]:
+    def _time_tokens(
+        self, plan: Plan, got: IntArray, settled: IntArray, now: float
+    ) -> tuple[list[float], SecondsArray]:
         """Note when the rows got their token; returns seconds to first tokens, and between tokens."""
         rows = self._rows
         gaps = now - rows.last_token_at[got]

@@ -7,8 +7,9 @@ the hungry stall.  There is no loop that preempts its way through a step in flig
 
 from collections.abc import Callable
 
+from kvloom.scheduler.plan import IntArray
 from kvloom.scheduler.ports import Memory
-from kvloom.scheduler.rows import IntArray, Rows
+from kvloom.scheduler.rows import Rows
 
 
 def grow(rows: Rows, memory: Memory, budget: int, preempt: Callable[[int], None]) -> IntArray:

@@ -10,7 +10,7 @@ from kvloom.scheduler.request import Request
 from kvloom.scheduler.sampling_params import SEED_MAX
 
 
-def output_limit(request: Request, limits: ModelLimits, capacity_tokens: int) -> int:
+def output_limit(request: Request, limits: ModelLimits, memory_max_seq: int) -> int:
     """Most output tokens the request can have: its own wish, within the model's context and the pool.
 
     A sequence of p prompt and g output tokens needs KV for p + g - 1 positions, since the last token is not fed back.
@@ -36,7 +36,7 @@ def output_limit(request: Request, limits: ModelLimits, capacity_tokens: int) ->
         raise TooLong(
             f"prompt of {len(prompt)} tokens; the model's context of {limits.max_seq} leaves no room for a token"
         )
-    if len(prompt) > capacity_tokens:
-        raise NeverFits(f"prompt of {len(prompt)} tokens; the KV pool holds {capacity_tokens}")
-    room = min(limits.max_seq - len(prompt), capacity_tokens - len(prompt) + 1)
+    if len(prompt) > memory_max_seq:
+        raise NeverFits(f"prompt of {len(prompt)} tokens; the KV memory holds sequences of up to {memory_max_seq}")
+    room = min(limits.max_seq - len(prompt), memory_max_seq - len(prompt) + 1)
     return room if params.max_new_tokens is None else min(room, params.max_new_tokens)

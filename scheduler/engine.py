@@ -7,33 +7,31 @@ steps in flight the next one is planned and launched while one runs.  The engine
 handler and touches nothing global.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
 import anyio
-import anyio.abc
-import structlog
 
 from kvloom.scheduler.board import Board
 from kvloom.scheduler.config import ModelLimits, SchedulerConfig
 from kvloom.scheduler.core import SchedulerCore
-from kvloom.scheduler.errors import Draining, EngineFailed, QueueFull, Rejected, SchedulerError
+from kvloom.scheduler.errors import Draining, EngineFailed, InvalidRequest, Misuse, QueueFull, Rejected, SchedulerError
 from kvloom.scheduler.intake import Intake, Prompt
 from kvloom.scheduler.launch import Launcher
 from kvloom.scheduler.places import QueuePlaces
 from kvloom.scheduler.ports import Clock, Observer
-from kvloom.scheduler.request import FinishReason
+from kvloom.scheduler.request import FinishReason, Request
 from kvloom.scheduler.sampling_params import SamplingParams
 from kvloom.scheduler.status import EngineState, EngineStatistics
 from kvloom.scheduler.step_loop import EngineMemory, Runner, StepLoop
 from kvloom.scheduler.streams import Result, TokenStream
 
-_WATCH_SECONDS = 0.05  # how often deadlines and stalls are looked at while a step is out
-_LEAVE_SECONDS = 1.0  # how long leaving waits for steps that are still out
+_LEAVE_SECONDS = 1.0  # how long leaving waits for steps that are still out, and then for the runner to close
 
 
 class Engine:
@@ -59,58 +57,70 @@ class Engine:
         self._memory = memory
         self._config = config or SchedulerConfig()
         self._clock = clock
-        spec = runner.spec
+        memory.require(spec := runner.spec)
         self._core = SchedulerCore(memory, self._config, ModelLimits(spec.vocab_size, spec.max_seq, spec.eos_ids))
         self._loop = StepLoop(self._core, memory, self._config, clock, self._after_turn)
         self._state = EngineState.STARTING
-        self._tasks: anyio.abc.TaskGroup | None = None
+        self._entered = False
+        self._tasks: list[asyncio.Task[None]] = []
         self._idle = anyio.Event()
-        self._work = anyio.Event()
         self._places = QueuePlaces(lambda: self._core.queue_is_full and self._state is EngineState.RUNNING)
         self._intake = Intake(secrets.randbits(62) if self._config.seed is None else self._config.seed)
         self._board = Board(self._take_picture, clock)
-        self._log = structlog.get_logger("kvloom.engine")
 
     # ---- life ----
 
     async def __aenter__(self) -> Self:
-        """Attach the pools, warm the runner up (in a thread), start the loop."""
-        if self._tasks is not None:
-            raise Draining("an engine is entered once; make a new one")
+        """Attach the pools, warm the runner up (in a thread), start the loop.  Raises Misuse the second time."""
+        if self._entered:
+            raise Misuse("an engine is entered once; make a new one, with a runner of its own")
+        self._memory.claim()
+        self._entered = True
         self._board = Board(self._take_picture, self._clock)  # this thread's from here on
-        self._runner.attach(self._memory.pools)
-        await anyio.to_thread.run_sync(self._runner.warmup, self._config.max_running, self._config.max_batch_tokens)
-        spec = self._runner.spec
+        runner, config = self._runner, self._config
+        try:
+            runner.attach(self._memory.pools)
+            await anyio.to_thread.run_sync(runner.warmup, config.max_running, config.max_batch_tokens)
+        except BaseException:
+            self._memory.unclaim()
+            runner.close()
+            raise
         self._launcher = Launcher(
-            self._runner.forward, self._loop.report, max_rows=self._memory.max_rows, vocab_size=spec.vocab_size,
-            device=spec.device, overlap=self._config.steps_in_flight_max > 1,
-        )  # fmt: skip
+            runner, self._loop.report, max_rows=self._memory.max_rows, overlap=config.steps_in_flight_max > 1
+        )
         self._loop.launch_with(self._launcher.submit, self._launcher.close)
-        self._tasks = await anyio.create_task_group().__aenter__()
-        self._serving = anyio.CancelScope(shield=True)
-        self._tasks.start_soon(self._serve, name="kvloom loop")
-        self._tasks.start_soon(self._watch, name="kvloom watch")
+        # In no scope of the host's: where that is cancelled, it leaves before its requests lose their loop; engines may
+        # be left in any order, and in another task than they were entered in.
+        works = (self._loop.run, self._loop.watch)
+        self._tasks = [asyncio.create_task(work(), name=f"kvloom {work.__name__}") for work in works]
         self._state = EngineState.RUNNING
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._tasks is not None
-        with closing(self._runner), closing(self._launcher):  # the host may be cancelled, and more than once
-            try:
-                await self._stop()
-            finally:
-                self._serving.cancel()
-                self._tasks.cancel_scope.cancel()
-                await self._tasks.__aexit__(None, None, None)
+        if not self._tasks:
+            raise Misuse("the engine was not entered")
+        try:  # the host may be cancelled here, and more than once
+            await self._stop()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._launcher.close()
+            self._memory.unclaim()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait(self._tasks)
+                await anyio.to_thread.run_sync(self._launcher.join, _LEAVE_SECONDS)
 
     async def drain(self, timeout: float | None = None) -> None:
         """Take no new requests, let the live ones finish, then stop; those left after `timeout` seconds end.
 
         They end with `FinishReason.SHUTDOWN`.  Called again, the first timeout that passes counts for all.
+        Raises Misuse for a timeout that is no number of seconds; nothing has changed then.
         """
-        if self._state in (EngineState.RUNNING, EngineState.PAUSED):
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise Misuse(f"timeout={timeout!r} is no number of seconds from 0 up")
+        if self._state is EngineState.RUNNING:
             self._state = EngineState.DRAINING
             self._places.grant(len(self._places))
         with anyio.move_on_after(timeout):
@@ -158,17 +168,17 @@ class Engine:
                 prompt,
                 params,
                 request_id=request_id,
-                deadline=None if deadline is None else self._clock() + deadline,
+                deadline=deadline,
+                now=self._clock(),
                 cache_namespace=cache_namespace,
                 metadata=metadata,
             )
-            await self._place(wait, deadline)
+            await self._place(request, wait, deadline)
             stream = TokenStream(request.id)
             self._loop.add(request, self._clock(), stream)
         except SchedulerError as error:
             self._refused(error)
             raise
-        self._work.set()
         try:
             yield stream
         finally:
@@ -196,7 +206,9 @@ class Engine:
         return Result(tokens, final.reason, final.usage, final.timings)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; nothing happens when no such request is live."""
+        """End a request now; nothing happens when no such request is live.  Raises InvalidRequest for what is no id."""
+        if not isinstance(request_id, str):
+            raise InvalidRequest("request_id", f"{request_id!r} is no string")
         self._loop.end(lambda now: self._core.abort(request_id, now))
 
     def _refused(self, error: SchedulerError) -> None:
@@ -207,9 +219,10 @@ class Engine:
             self._core.refuse(error)
         self._board.refresh()
 
-    async def _place(self, wait: bool, seconds: float | None) -> None:
+    async def _place(self, request: Request, wait: bool, seconds: float | None) -> None:
         """Be allowed in: the engine is open and, if the caller waits, there is a place in the queue."""
         self._require_open()
+        self._core.check(request)  # what can never run need not wait to hear it
         if wait:
             try:
                 with anyio.move_on_after(seconds):
@@ -223,7 +236,8 @@ class Engine:
         if self._loop.failure is not None:
             raise EngineFailed(str(self._loop.failure)) from self._loop.failure.__cause__
         if self._state is not EngineState.RUNNING:
-            raise Draining(f"the engine is {self._state}")
+            hint = "; requests are taken inside `async with engine`" if self._state is EngineState.STARTING else ""
+            raise Draining(f"the engine is {self._state}{hint}")
 
     # ---- what others can see ----
 
@@ -257,14 +271,14 @@ class Engine:
 
     def _take_picture(self) -> EngineStatistics:
         scheduler = self._core.statistics()
-        waiting_at = scheduler.oldest_waiting_at
+        head_at = scheduler.oldest_waiting_at
         return EngineStatistics(
             state=self.state,
             stalled=self.stalled,
             scheduler=scheduler,
             memory=self._memory.statistics(),
             last_step_at=self._loop.last_step_at,
-            oldest_waiting_at=time.time() - (self._clock() - waiting_at) if waiting_at else 0.0,
+            oldest_waiting_at=None if head_at is None else time.time() - (self._clock() - head_at),
             errors=dict(self._loop.errors),
         )
 
@@ -277,23 +291,3 @@ class Engine:
             self._board.refresh_if_due()
         if len(self._places):
             self._places.grant(self._core.free_places)
-
-    async def _serve(self) -> None:
-        """The loop, shielded: a host that is cancelled leaves before its requests lose their loop."""
-        with self._serving:
-            await self._loop.run()
-
-    async def _watch(self) -> None:
-        """Deadlines and stalls, while a step is out and the loop has no turn; asleep when there is no work."""
-        reported = False
-        while True:
-            if not self._core.has_work:
-                self._work = anyio.Event()
-                await self._work.wait()
-            await anyio.sleep(_WATCH_SECONDS)
-            self._loop.end(self._core.expire)
-            if self.stalled != reported:
-                reported = self.stalled
-                event = "step_stalled" if reported else "step_came_back"
-                self._log.error(event, step_timeout=self._config.step_timeout)
-                self._board.refresh()

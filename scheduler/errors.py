@@ -15,6 +15,10 @@ class InvalidConfig(SchedulerError, ValueError):
     """Settings that contradict each other, or a runner that cannot do what they ask."""
 
 
+class Misuse(SchedulerError):
+    """A call that an engine or stream in this state cannot answer; nothing was changed."""
+
+
 class Rejected(SchedulerError):
     """A request refused at the door: nothing was queued, nobody else is affected."""
 
@@ -90,7 +94,7 @@ class BadStepResult(SchedulerError):
 
 
 class PlanMisuse(SchedulerError):
-    """A step was committed or abandoned out of order or twice, or planned beyond the allowed depth."""
+    """A step was committed or abandoned out of order or twice."""
 
 
 class BrokenInvariant(SchedulerError):

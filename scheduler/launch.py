@@ -7,20 +7,24 @@ does not keep the process alive.
 """
 
 import asyncio
+import atexit
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from kvloom.scheduler.errors import BadStepResult, FatalRunnerError, RunnerFailed
+from kvloom.scheduler.errors import BadStepResult, BrokenInvariant, FatalRunnerError, RunnerFailed
 from kvloom.scheduler.plan import StepResult
-from kvloom.scheduler.sampler import SampledBatch, Sampler
+from kvloom.scheduler.sampler import BAD_TOKEN, SampledBatch, Sampler
 
 Outcome = StepResult | Exception
+_EXIT_SECONDS = 10.0  # how long a process that ends waits for a step that is still out
 
 
 class StepBatch(SampledBatch, Protocol):
@@ -42,6 +46,26 @@ class StepBatch(SampledBatch, Protocol):
         """Put the completed token ids in place."""
 
 
+class LaunchedSpec(Protocol):
+    """The part of a runner's spec that launching needs."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Launched(Protocol):
+    """A runner, as far as launching is concerned."""
+
+    @property
+    def spec(self) -> LaunchedSpec: ...
+    @property
+    def forward(self) -> Callable[[Any], Any]: ...
+    @property
+    def close(self) -> Callable[[], None]: ...
+
+
 class Output(Protocol):
     """A runner's answer."""
 
@@ -60,42 +84,49 @@ class _Launched:
     tokens: torch.Tensor
     ready: torch.cuda.Event | None
     row_errors: Mapping[int, Exception]
+    sampled: bool  # by us, from logits
 
     def result(self) -> StepResult:
         """Wait for the tokens."""
         if self.ready is not None:
             self.ready.synchronize()
-            return StepResult(self.tokens.numpy(), self.row_errors)
-        tokens = self.tokens.to("cpu", copy=True)  # the runner may use its buffer again for the next step
-        return StepResult(tokens.numpy(), self.row_errors)
+            tokens = self.tokens.numpy()
+        else:
+            tokens = self.tokens.to("cpu", copy=True).numpy()  # the runner may use its buffer again for the next step
+        errors = self.row_errors
+        if self.sampled and (tokens == BAD_TOKEN).any():
+            senseless = RunnerFailed("the logits of this request are no numbers, or infinite")
+            errors = dict.fromkeys(np.flatnonzero(tokens == BAD_TOKEN).tolist(), senseless) | dict(errors)
+        return StepResult(tokens, errors)
 
 
 class Launcher:
     """Runs `forward` for one batch after the other and reports each outcome on the event loop, in order.
 
-    forward   the runner's; may be `async def`, and is then awaited on the event loop
+    runner    its `forward` may be `async def`, and is then awaited on the event loop; closed after its last step
     report    called on the loop with the step and its result, or what went wrong (RunnerFailed, FatalRunnerError)
     overlap   the next batch may be submitted before the outcome is known; it is given `token_src`'s tokens here
     """
 
     def __init__(
         self,
-        forward: Callable[[Any], Any],
+        runner: Launched,
         report: Callable[[int, Outcome], None],
         *,
         max_rows: int,
-        vocab_size: int,
-        device: torch.device,
         overlap: bool,
     ) -> None:
-        self._forward = forward
+        device = runner.spec.device
+        self._runner = runner
         self._report = report
         self._loop = asyncio.get_running_loop()
         self._sampler = Sampler()
         # The newest token of each row, so that the next step can be launched before the host has seen it.
         self._newest = torch.zeros(max_rows + 1, dtype=torch.int32, device=device) if overlap else None
-        self._last_token = vocab_size - 1
+        self._last_token = runner.spec.vocab_size - 1
+        self._awaiting: Future[Output] | None = None  # an `async def forward` under way
         self._closed = False
+        self._close_error: Exception | None = None
         self._batches: SimpleQueue[StepBatch | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[int, _Launched | Exception] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._launch_all, name="kvloom-launch", daemon=True)]
@@ -104,15 +135,33 @@ class Launcher:
             self._threads.append(threading.Thread(target=self._wait_all, name="kvloom-wait", daemon=True))
         for thread in self._threads:
             thread.start()
+        atexit.register(self._end_with_process)
 
     def submit(self, batch: StepBatch) -> None:
         """Queue a batch; its outcome is reported later."""
         self._batches.put(batch)
 
     def close(self) -> None:
-        """Let the threads end after what they are doing; does not wait for them.  What is queued will not be run."""
+        """Let the threads end after what they are doing, and close the runner; what is queued will not be run.
+
+        Does not wait: a runner that hangs in a step is closed when, and if, it comes back; one that is awaited is
+        cancelled.
+        """
         self._closed = True
         self._batches.put(None)
+        if self._awaiting is not None:
+            self._awaiting.cancel()
+
+    def join(self, seconds: float) -> None:
+        """Wait that long for the runner to be closed.  Raises what its `close` raised."""
+        self._threads[-1].join(seconds)
+        if self._close_error is not None:
+            raise self._close_error
+
+    def _end_with_process(self) -> None:
+        """A thread that is cut off inside a library's code takes the whole process down; one that hangs has to be."""
+        self.close()
+        self._threads[-1].join(_EXIT_SECONDS)
 
     def _launch_all(self) -> None:
         while (batch := self._batches.get()) is not None and not self._closed:
@@ -125,42 +174,64 @@ class Launcher:
                 self._launched.put((batch.step, launched))
             else:
                 self._finish(batch.step, launched)
-        self._launched.put(None)
+        if self._waits:
+            self._launched.put(None)
+        else:
+            self._close_runner()
 
     def _launch(self, batch: StepBatch) -> _Launched:
         if batch.has_token_src and self._newest is not None:
             source = batch.token_src
             known = torch.where(source < 0, batch.token_ids, self._newest[source.clamp(min=0)])
             batch.replace_token_ids(known)
-        output = self._forward(batch)
+        output = self._runner.forward(batch)
         if inspect.isawaitable(output):
-            output = asyncio.run_coroutine_threadsafe(_awaited(output), self._loop).result()
-        tokens = self._tokens(output, batch)
+            self._awaiting = asyncio.run_coroutine_threadsafe(_awaited(output), self._loop)
+            output = self._awaiting.result()
+        tokens, sampled = self._tokens(output, batch)
         if self._newest is not None and len(tokens) == len(batch.sample_rows):
             # A token outside the vocabulary fails its own step; it must not bring down the next one, which is for
             # others too.
-            self._newest[batch.row_slot[batch.sample_rows]] = tokens.long().clamp(0, self._last_token).int()
+            known = tokens.to(self._newest.device, non_blocking=True).long().clamp(0, self._last_token).int()
+            self._newest[batch.row_slot[batch.sample_rows]] = known
         if not tokens.is_cuda:
-            return _Launched(tokens, None, output.row_errors)
+            return _Launched(tokens, None, output.row_errors, sampled)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
-        return _Launched(host, ready, output.row_errors)
+        ready.record(torch.cuda.current_stream(tokens.device))  # this thread's current device may be another
+        return _Launched(host, ready, output.row_errors, sampled)
 
-    def _tokens(self, output: Output, batch: StepBatch) -> torch.Tensor:
-        if output.next_tokens is not None:
-            return output.next_tokens
-        if output.logits is None:
-            raise BadStepResult(f"step {batch.step}: the runner gave neither next_tokens nor logits")
-        if output.logits.ndim != 2 or len(output.logits) != len(batch.sample_rows):
-            shape = tuple(output.logits.shape)
-            raise BadStepResult(f"step {batch.step}: logits of shape {shape} for {len(batch.sample_rows)} sampled rows")
-        return self._sampler(output.logits, batch)
+    def _tokens(self, output: Output, batch: StepBatch) -> tuple[torch.Tensor, bool]:
+        """The tokens, and whether they were sampled here.  Raises BadStepResult that says what was wanted."""
+        rows, words = len(batch.sample_rows), self._last_token + 1
+        if not hasattr(output, "next_tokens") or not hasattr(output, "logits") or not hasattr(output, "row_errors"):
+            raise BadStepResult(f"step {batch.step}: forward gave a {type(output).__name__}; a StepOutput is wanted")
+        if isinstance(output.next_tokens, torch.Tensor):
+            return output.next_tokens, False
+        logits = output.logits
+        if not isinstance(logits, torch.Tensor):
+            given = f"next_tokens a {type(output.next_tokens).__name__} and logits a {type(logits).__name__}"
+            raise BadStepResult(f"step {batch.step}: {given}; one of them must be a tensor")
+        if logits.shape != (rows, words) or not logits.is_floating_point():
+            raise BadStepResult(
+                f"step {batch.step}: logits {logits.dtype} of shape {tuple(logits.shape)} for {rows} sampled rows of a "
+                f"vocabulary of {words}"
+            )
+        return self._sampler(logits, batch), True
 
     def _wait_all(self) -> None:
         while (pending := self._launched.get()) is not None:
             self._finish(*pending)
+        self._close_runner()
+
+    def _close_runner(self) -> None:
+        """On the last thread that works for it."""
+        try:
+            self._runner.close()
+        except Exception as error:
+            self._close_error = error
+        atexit.unregister(self._end_with_process)
 
     def _finish(self, step: int, launched: _Launched | Exception) -> None:
         try:
@@ -180,7 +251,7 @@ async def _awaited(awaitable: Any) -> Output:
 
 def _as_failure(error: BaseException) -> Exception:
     """What the step's requests are told: the runner's own words, with its exception as the cause."""
-    if isinstance(error, FatalRunnerError | BadStepResult):
+    if isinstance(error, FatalRunnerError | BadStepResult | BrokenInvariant):
         return error
     failure = RunnerFailed(f"{type(error).__name__}: {error}")
     failure.__cause__ = error

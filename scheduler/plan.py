@@ -130,7 +130,7 @@ class SchedulerStatistics(NamedTuple):
     decoding: int
     steps_in_flight: int
     waiting_prompt_tokens: int
-    oldest_waiting_at: float
+    oldest_waiting_at: float | None  # on the core's clock
     received: int
     rejected: Mapping[str, int]
     finished: Mapping[str, int]

@@ -7,26 +7,13 @@ rows and token counts; which pages back them is the memory's own affair.
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvloom.scheduler.plan import Committed, Plan
+from kvloom.scheduler.plan import Committed, IntArray, Plan
 from kvloom.scheduler.request import TokenArray
-
-IntArray = NDArray[np.int32]
 
 
 class Shortfall(Protocol):
     """Why memory could not be reserved: a value, not an error."""
 
-    @property
-    def pool(self) -> str: ...
-    @property
-    def need(self) -> int: ...  # pages asked for
-    @property
-    def free(self) -> int: ...  # pages free now
-    @property
-    def evictable(self) -> int: ...  # pages the prefix cache could give back
     @property
     def fits(self) -> int: ...  # how many of the rows asked for, from the first on, would fit
 
@@ -41,7 +28,9 @@ class Memory(Protocol):
     @property
     def max_rows(self) -> int: ...
     @property
-    def capacity_tokens(self) -> int: ...
+    def max_seq(self) -> int: ...  # most tokens a row can hold
+    @property
+    def next_step(self) -> int: ...  # no fence given so far is at this step or beyond
 
     def match(self, tokens: TokenArray, namespace: str) -> Match:
         """The longest cached prefix of `tokens`.  Pure."""

@@ -67,7 +67,7 @@ class Request:
     params    how to choose tokens and when to stop
     deadline  absolute, on the clock that is passed to the core, in seconds; None: never
     seed      64-bit number that the request's random numbers come from
-    metadata  the caller's own, returned untouched
+    metadata  the caller's own, returned untouched with `Finished`
     """
 
     id: str
@@ -119,6 +119,7 @@ class Finished:
     usage: Usage
     timings: Timings
     error: Exception | None = None
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

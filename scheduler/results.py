@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvloom.scheduler.errors import BadStepResult
-from kvloom.scheduler.plan import Plan, StepResult
-from kvloom.scheduler.rows import IntArray
+from kvloom.scheduler.plan import IntArray, Plan, StepResult
 
 
 def checked_tokens(plan: Plan, result: StepResult, vocab_size: int, alive: NDArray[np.bool_]) -> IntArray:
@@ -42,4 +41,4 @@ def checked_tokens(plan: Plan, result: StepResult, vocab_size: int, alive: NDArr
 
 
 def _is_index(i: object, size: int) -> bool:
-    return isinstance(i, Integral) and 0 <= int(i) < size
+    return isinstance(i, Integral) and not isinstance(i, bool | np.bool_) and 0 <= int(i) < size

@@ -122,7 +122,8 @@ class Roster:
             first_token_at=sequence.first_token_at,
             queue_seconds=sequence.queue_seconds,
         )
-        return sequence, Finished(sequence.request.id, reason, usage, timings, error)
+        request = sequence.request
+        return sequence, Finished(request.id, reason, usage, timings, error, request.metadata)
 
     def give_back(self) -> None:
         """One free group for all that left in this call, by reason; their fences are the last plans that name them."""

@@ -9,12 +9,13 @@ and the planners it calls write here.
 import numpy as np
 from numpy.typing import NDArray
 
-from kvloom.scheduler.plan import History, Penalties, Sampling
+from kvloom.scheduler.errors import BrokenInvariant
+from kvloom.scheduler.plan import History, IntArray, Penalties, Sampling
 from kvloom.scheduler.randomness import uniforms
 from kvloom.scheduler.request import Sequence, TokenArray
 
-IntArray = NDArray[np.int32]
-FloatArray = NDArray[np.float64]
+SecondsArray = NDArray[np.float64]
+OUTPUT_BLOCK = 64  # outputs of a row that are kept in the arrays; older ones are moved out in blocks
 NO_STOP = -1  # fills the unused places of a row's stop ids; no token has this id
 
 
@@ -53,7 +54,8 @@ class Rows:
         self.last_step = np.full(max_rows, -1, np.int64)
         self.alive, self.aborted, self.doomed = bools(), bools(), bools()
         self.last_token_at = np.zeros(max_rows, np.float64)
-        self.outputs = np.zeros((max_rows, 16), np.int32)
+        self._newest = np.zeros((max_rows, OUTPUT_BLOCK), np.int32)  # output n at n % OUTPUT_BLOCK
+        self._older: list[list[TokenArray]] = [[] for _ in range(max_rows)]  # whole blocks
         self.stop_ids = np.full((max_rows, max(len(eos_ids), 1)), NO_STOP, np.int32)
         self.top_k, self.temperature, self.top_p, self.min_p = ints(), floats(), floats(), floats()
         self.repetition, self.presence, self.frequency = floats(), floats(), floats()
@@ -67,7 +69,6 @@ class Rows:
         self.dooms = 0  # rows alive that are marked
         self._choosing = 0  # rows alive that are not greedy
         self._stopping = 0  # rows alive that have a stop token
-        self._longest = 0  # no row has more outputs than this
         self._order: IntArray | None = None
         self._members: list[Sequence] = []
 
@@ -78,6 +79,7 @@ class Rows:
             rows = np.flatnonzero(self.alive)
             arrivals = np.array([self.at(row).arrival for row in rows.tolist()], np.int64)
             self._order = rows[np.argsort(arrivals)].astype(np.int32)
+            self._order.setflags(write=False)  # plans, and with them runners, get this very array
             self._members = [self.at(row) for row in self._order.tolist()]
         return self._order
 
@@ -90,7 +92,8 @@ class Rows:
     def at(self, row: int) -> Sequence:
         """The sequence in a row that is in use."""
         sequence = self.sequence[row]
-        assert sequence is not None, row
+        if sequence is None:
+            raise BrokenInvariant(f"nobody runs in row {row}")
         return sequence
 
     def in_flight(self, row: int) -> bool:
@@ -119,8 +122,9 @@ class Rows:
         self.penalised[row] = params.penalised
         self.chooses[row] = params.temperature > 0 or params.penalised
         self._count(row, 1)
-        self._fit_outputs(len(outputs))
-        self.outputs[row, : len(outputs)] = outputs
+        whole = len(outputs) // OUTPUT_BLOCK * OUTPUT_BLOCK
+        self._older[row] = [outputs[:whole]]
+        self._newest[row, : len(outputs) - whole] = outputs[whole:]
 
     def leave(self, row: int, *, aborted: bool = False) -> TokenArray:
         """The sequence leaves its row; returns its output tokens.  Plans out may still name the row."""
@@ -129,7 +133,9 @@ class Rows:
         self.alive[row] = False
         self.aborted[row] = aborted
         self.sequence[row] = None
-        return self._outputs_of(row)
+        outputs = self._outputs_of(row)
+        self._older[row] = []
+        return outputs
 
     def doom(self, row: int) -> None:
         """Mark a row: it is not planned any more, and preempted once no plan out names it."""
@@ -138,10 +144,11 @@ class Rows:
 
     def append(self, rows: IntArray, tokens: IntArray, settled: IntArray) -> None:
         """One more output token for each of `rows`, whose step has settled `settled` positions."""
-        self._longest += 1
-        self._fit_outputs(self._longest)
-        self.outputs[rows, settled - self.prompt[rows]] = tokens
+        place = (settled - self.prompt[rows]) % OUTPUT_BLOCK
+        self._newest[rows, place] = tokens
         self.last_token[rows] = tokens
+        for row in rows[place == OUTPUT_BLOCK - 1].tolist():
+            self._older[row].append(self._newest[row].copy())
 
     def decodable(self) -> IntArray:
         """Rows that can take a further token: prompt planned, more outputs allowed, not marked; oldest first."""
@@ -197,7 +204,7 @@ class Rows:
     def _outputs_of(self, row: int) -> TokenArray:
         prompt = self.prompt[row]
         count = max(self.settled[row] + 1, self.target[row]) - prompt  # before the prompt is done: those from before
-        return self.outputs[row, :count].copy()
+        return np.concatenate((*self._older[row], self._newest[row, : count % OUTPUT_BLOCK]))
 
     def _count(self, row: int, by: int) -> None:
         """A sequence has entered its row, or leaves it."""
@@ -213,15 +220,3 @@ class Rows:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, short)), constant_values=NO_STOP)
         self.stop_ids[row] = NO_STOP
         self.stop_ids[row, : len(stops)] = stops
-
-    def _fit_outputs(self, width: int) -> None:
-        """Room for `width` outputs a row; doubling, so that the cost per token stays constant."""
-        self._longest = max(self._longest, width)
-        have = self.outputs.shape[1]
-        if width <= have:
-            return
-        rows = self.order  # the bound only ever rises: look what is really there before growing
-        longest = int((np.maximum(self.settled[rows] + 1, self.target[rows]) - self.prompt[rows]).max(initial=0))
-        self._longest = max(longest + 1, 1)
-        if self._longest > have:
-            self.outputs = np.pad(self.outputs, ((0, 0), (0, max(self._longest - have, have))))

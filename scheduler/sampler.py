@@ -46,9 +46,8 @@ class SampledBatch(Protocol):
 class Sampler:
     """Chooses one token per sampled row.
 
-    A row whose logits mean nothing (NaN or +inf among them, or all of them -inf) gets -1.  The core takes a token
-    outside the vocabulary for a failed step result; telling it here, by raising, would mean to wait for the device.
-    Who reads tokens still on the device must therefore expect a -1.
+    A row whose logits mean nothing (NaN or +inf among them, or all of them -inf) gets -1, and its request
+    fails when the tokens are on the host; to raise here would mean to wait for the device.
 
     Holds the token counts of rows with penalties, so one sampler serves one engine, in step order.
     """

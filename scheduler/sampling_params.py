@@ -2,10 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
+
+import numpy as np
 
 from kvloom.scheduler.errors import InvalidRequest
 
 SEED_MAX = 2**63 - 1
+STOP_IDS_MAX = 64  # every running row is compared with as many in every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +25,10 @@ class SamplingParams:
                         arXiv:2407.01082)
     seed                the same seed and prompt give the same tokens, whatever else runs; None: the engine draws one
     repetition_penalty  divides (or multiplies, below 0) the logits of tokens seen in prompt or output (Keskar et al.
-                        2019, arXiv:1909.05858); 1 is off
+                        2019, arXiv:1909.05858); 1 is off, 0.01 is the least
     presence_penalty, frequency_penalty
                         taken off the logits of tokens in the output, once, or once per time; 0 is off
-    stop_token_ids      end with `stop`, beside the model's own end tokens
+    stop_token_ids      end with `stop`, beside the model's own end tokens; at most 64 different ones
     ignore_eos          the model's own end tokens do not stop
     min_new_tokens      no stop before this many
 
@@ -55,7 +59,7 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _whole("seed", self.seed, -SEED_MAX - 1, SEED_MAX)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _whole("min_new_tokens", self.min_new_tokens, 0, 2**31 - 1)
@@ -65,9 +69,15 @@ class SamplingParams:
             )
         if not isinstance(self.stop_token_ids, tuple | list):
             raise InvalidRequest("stop_token_ids", f"{self.stop_token_ids!r} is no row of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))  # a list could change under way
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
+        different = tuple(dict.fromkeys(self.stop_token_ids))  # a tuple: a list could change under way
+        if len(different) > STOP_IDS_MAX:
+            raise InvalidRequest("stop_token_ids", f"{len(different)} different ids; at most {STOP_IDS_MAX}")
+        object.__setattr__(self, "stop_token_ids", different)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest("ignore_eos", f"{self.ignore_eos!r} is neither True nor False")
+        _whole("n", self.n, 1, 2**31 - 1)
         if self.n != 1:
             raise InvalidRequest("n", f"{self.n!r}: only 1 completion per request is supported")
         if self.logprobs is not None:
@@ -80,14 +90,12 @@ class SamplingParams:
 
 
 def _whole(field: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise InvalidRequest(field, f"{value!r} is not a whole number from {low} to {high}")
 
 
 def _number(field: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(field, f"{value!r} is not a finite number")
-    if not low <= value <= high or (above and value == low):
-        raise InvalidRequest(
-            field, f"{value!r} is not {'above' if above else 'from'} {low} {'and' if above else 'to'} {high}"
-        )
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or math.isnan(value):
+        raise InvalidRequest(field, f"{value!r} is not a number")
+    if value < low or value > high or (above and value == low):
+        raise InvalidRequest(field, f"{value!r} is not {'above' if above else 'from'} {low} up to {high}")

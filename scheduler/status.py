@@ -24,7 +24,7 @@ class EngineStatistics(NamedTuple):
     memory                the memory's own statistics (`kvloom.allocator.MemoryStatistics`)
     stalled               a step has been out for longer than `step_timeout`
     last_step_at          wall clock (seconds since the epoch) of the last commit; 0 before the first
-    oldest_waiting_at     wall clock of the arrival of the queue's head; 0 when nothing waits
+    oldest_waiting_at     wall clock of the arrival of the queue's head; None when nothing waits
     errors                contained failures by place: runner, sampler, hook, emit, allocator
     """
 
@@ -33,5 +33,5 @@ class EngineStatistics(NamedTuple):
     scheduler: SchedulerStatistics
     memory: Any
     last_step_at: float
-    oldest_waiting_at: float
+    oldest_waiting_at: float | None
     errors: Mapping[str, int]

@@ -11,15 +11,17 @@ import torch
 
 from kvloom.scheduler.config import SchedulerConfig
 from kvloom.scheduler.core import SchedulerCore
-from kvloom.scheduler.errors import BadStepResult, EngineFailed, FatalRunnerError
+from kvloom.scheduler.errors import BadStepResult, BrokenInvariant, EngineFailed, FatalRunnerError
 from kvloom.scheduler.launch import Outcome
 from kvloom.scheduler.plan import Committed, Plan, StepResult
 from kvloom.scheduler.ports import Clock, Memory, Observer
 from kvloom.scheduler.request import Finished, FinishReason, Request, Sequence, Timings, Usage
 from kvloom.scheduler.streams import TokenStream
 
+_WATCH_SECONDS = 0.05  # how often deadlines and stalls are looked at while a step is out
 
-class RunnerSpec(Protocol):
+
+class LoopSpec(Protocol):
     """The part of a runner's spec that the loop reads."""
 
     @property
@@ -36,7 +38,7 @@ class Runner(Protocol):
     """A `kvloom.scheduler.runners.ModelRunner`, without its types for batch and storage."""
 
     @property
-    def spec(self) -> RunnerSpec: ...
+    def spec(self) -> LoopSpec: ...
     @property
     def attach(self) -> Callable[[Any], None]: ...
     @property
@@ -52,6 +54,15 @@ class EngineMemory(Memory, Protocol):
 
     @property
     def pools(self) -> Mapping[str, Any]: ...
+    def require(self, spec: Any) -> None:
+        """Raise unless a runner of this spec can work with this memory."""
+
+    def claim(self) -> None:
+        """Belong to one engine.  Raises when another has it."""
+
+    def unclaim(self) -> None:
+        """Be free for the next."""
+
     def bind(self, plan: Plan) -> Any:
         """The batch of a plan."""
 
@@ -85,6 +96,7 @@ class StepLoop:
         self._clock = clock
         self._after_turn = after_turn
         self._woken = anyio.Event()
+        self._work = anyio.Event()
         self._out: deque[tuple[Plan, float]] = deque()  # plans launched, with the time of planning
         self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._gained: deque[tuple[Plan | None, Committed, float]] = deque()  # to be handed over, with seconds
@@ -108,6 +120,7 @@ class StepLoop:
     def add(self, request: Request, now: float, stream: TokenStream) -> None:
         """Queue a request whose tokens and end go to `stream`.  Raises as `SchedulerCore.add`."""
         self._owed.add(self.core.add(request, now, stream))
+        self._work.set()
         self.wake()
 
     def wake(self) -> None:
@@ -125,6 +138,22 @@ class StepLoop:
             self._close()
             if self._owed:
                 self.fail(RuntimeError("the engine's task was cancelled from outside"))
+
+    async def watch(self) -> None:
+        """Deadlines and stalls, while a step is out and the loop has no turn; asleep when there is no work."""
+        reported = False
+        while True:
+            if not self.core.has_work:
+                self._work = anyio.Event()
+                await self._work.wait()
+            await anyio.sleep(_WATCH_SECONDS)
+            self.end(self.core.expire)
+            stalled = self.stalled_seconds > 0
+            if stalled != reported:
+                reported = stalled
+                event = "step_stalled" if stalled else "step_came_back"
+                self._log.error(event, step_timeout=self._config.step_timeout)
+                self._after_turn()
 
     def end(self, ending: Callable[[float], Committed]) -> None:
         """Carry out what ends requests between steps (an abort, deadlines) and deliver it; takes a turn after it."""
@@ -148,20 +177,20 @@ class StepLoop:
         self._log.error("engine_failed", cause=repr(cause))
         self.end(lambda now: self.core.end_all(FinishReason.ERROR, now, self.failure))
         self.give_up()
-        self._deliver()
         self._end_lost()
         self._after_turn()
 
     def give_up(self) -> None:
         """Abandon the plans out, whose requests have all ended: their results will not be waited for."""
-        error = self.failure or FatalRunnerError("the engine has stopped")
         self._outcomes.clear()
         while self._out:
-            plan, _ = self._out.popleft()
+            plan, planned_at = self._out.popleft()
+            now = self._clock()
             try:
-                self.core.abandon(plan.step, error, self._clock())
+                self._gained.append((plan, self.core.abandon(plan.step, self.failure, now), now - planned_at))
             except Exception as defect:
                 self.fail(defect)
+        self._deliver()
 
     def _end_lost(self) -> None:
         """A core that broke in the middle of something may have lost the ends of some: they must not wait for ever."""
@@ -169,7 +198,9 @@ class StepLoop:
         for sequence in self._owed:
             usage = Usage(len(sequence.request.prompt), 0, sequence.cached_tokens, sequence.preemptions)
             timings = Timings(arrived_at=sequence.arrived_at, finished_at=now, admitted_at=sequence.admitted_at)
-            ended.append((sequence, Finished(sequence.request.id, FinishReason.ERROR, usage, timings, self.failure)))
+            request = sequence.request
+            final = Finished(request.id, FinishReason.ERROR, usage, timings, self.failure, request.metadata)
+            ended.append((sequence, final))
         self._gained.append((None, Committed(finished=ended), 0.0))
         self._deliver()
 
@@ -203,7 +234,7 @@ class StepLoop:
     def _settle(self, step: int, outcome: Outcome, now: float) -> None:
         """Commit or abandon the oldest plan out."""
         plan, planned_at = self._out[0]
-        if isinstance(outcome, FatalRunnerError):
+        if isinstance(outcome, FatalRunnerError | BrokenInvariant):
             raise outcome
         committed = (
             self._abandon(step, outcome, now) if isinstance(outcome, Exception) else self._commit(step, outcome, now)

@@ -7,7 +7,7 @@ output, and a slow reader costs nobody else anything.
 import asyncio
 from dataclasses import dataclass
 
-from kvloom.scheduler.errors import SchedulerError
+from kvloom.scheduler.errors import Misuse
 from kvloom.scheduler.request import Finished, FinishReason, Timings, Usage
 
 
@@ -60,12 +60,12 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> Delta:
-        """The next tokens.  Raises SchedulerError when another task is reading the same stream."""
+        """The next tokens.  Raises Misuse when another task is reading the same stream."""
         while not self._tokens:
             if self.final is not None:
                 raise StopAsyncIteration
             if self._waiter is not None:
-                raise SchedulerError(f"two tasks read the stream of request {self.request_id!r}")
+                raise Misuse(f"two tasks read the stream of request {self.request_id!r}")
             waiter = self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await waiter

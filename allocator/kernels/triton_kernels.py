@@ -138,7 +138,9 @@ def _store_bytes(key_buffer, value_buffer, loc, key, value, width, key_stride, v
 
 
 class TritonKernels:
-    """See `Kernels`; for tensors on `device`, whichever device is the current one.  One thread uses it.
+    """See `Kernels`; for tensors on `device`, whichever device is the current one.
+
+    Any thread may use it once it is warm: `_compiled` is only read then.
 
     A variant's first launch compiles it; later ones hand the arguments straight to what was compiled, which saves the
     better part of a launch's host time.

@@ -18,9 +18,9 @@ from examples.openai_server.app import create_app
 from examples.openai_server.serving import DrainingServer
 from examples.openai_server.text import ByteTokenizer, HFTokenizer, Tokenizer
 from examples.smollm2 import ModelUnavailable, ensure_model
-from kvloom.allocator import KVMemory
+from kvloom.allocator import InvalidArgument, KVMemory
 from kvloom.metrics import instrument
-from kvloom.scheduler import Engine, SchedulerConfig
+from kvloom.scheduler import Engine, InvalidConfig, SchedulerConfig
 from kvloom.scheduler.runners import ToyRunner
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
     runner, tokenizer, name = loaded(options.model, options.device)
     name = options.name or name
-    memory = KVMemory.for_runner(
-        runner, capacity_tokens=options.capacity_tokens, page_size=options.page_size, max_rows=options.max_running
-    )
-    limits = SchedulerConfig(
-        max_running=options.max_running, max_waiting=options.max_waiting, steps_in_flight_max=options.steps_in_flight
-    )
-    engine = Engine(runner, memory, limits)
+    try:
+        memory = KVMemory.for_runner(
+            runner, capacity_tokens=options.capacity_tokens, page_size=options.page_size, max_rows=options.max_running
+        )
+        engine = Engine(runner, memory, limits(options))
+    except (InvalidArgument, InvalidConfig) as error:
+        raise SystemExit(f"error: {error}") from error
     app = create_app(
         engine,
         tokenizer,
@@ -67,6 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     server.run_until_told()
 
 
+def limits(options: argparse.Namespace) -> SchedulerConfig:
+    """What the scheduler is told.  A step has room for a token of every running request, and for prompts beside."""
+    return SchedulerConfig(
+        max_running=options.max_running,
+        max_waiting=options.max_waiting,
+        max_batch_tokens=max(2048, 2 * options.max_running),
+        steps_in_flight_max=options.steps_in_flight,
+    )
+
+
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -87,7 +97,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps-in-flight", type=int, default=1, choices=(1, 2), help="2: plan the next step while one runs")
     add("--deadline-seconds", type=float, help="longest that a request may take")
     add("--drain-seconds", type=float, default=10.0, help="how long requests may go on after SIGTERM")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port {options.port}: ports run from 0 to {2**16 - 1}")
+    if not 0 <= options.drain_seconds < math.inf:
+        parser.error(f"--drain-seconds {options.drain_seconds}: a number of seconds from 0 up")
+    if options.model not in (SMOLLM2, TOY) and not Path(options.model).is_dir():
+        parser.error(f"--model {options.model}: no such folder, and neither {SMOLLM2} nor {TOY}")
+    return options
 
 
 def loaded(model: str, device: str) -> "tuple[ModelRunner, Tokenizer, str]":
@@ -124,4 +141,7 @@ def greeting(url: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # while it loads; once it serves, the server handles it
+        raise SystemExit(130) from None

@@ -6,6 +6,7 @@ answer that we would not give: those are refused by name (`REFUSED`).  Left out,
 """
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -60,6 +61,8 @@ def _as_list(value: object) -> object:
 def _one_prompt(value: object) -> object:
     if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
         return value
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        return _one_prompt(value[0])  # a list of one prompt is one prompt
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         raise ValueError("several prompts in one request are not supported: send one request for each")
     raise ValueError("must be a string or a list of token ids (whole numbers)")
@@ -139,9 +142,9 @@ class GenerationRequest(_Body):
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
+    @abstractmethod
     def prompt_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Takes as long as the prompt is: not for the event loop.  Raises ApiError."""
-        raise NotImplementedError
 
 
 class CompletionRequest(GenerationRequest):

@@ -12,11 +12,12 @@ from typing import Protocol
 import torch
 
 from kvloom.allocator import Batch, KVCache, PoolSpec
+from kvloom.scheduler.errors import InvalidConfig
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSpec:
-    """What a runner can do and needs; the engine checks its own settings against it at start.
+    """What a runner can do and needs; an engine refuses memory that was made for another.
 
     vocab_size    token ids run from 0 to vocab_size - 1; a result outside fails its step
     max_seq       longest sequence (prompt and output together) in tokens
@@ -24,6 +25,8 @@ class RunnerSpec:
     pools         the KV storage that `KVMemory.for_runner` creates and `attach` hands over
     device        where the batch's tensors live
     needs         optional batch fields to build: "page_table"
+
+    Raises InvalidConfig that names the field.
     """
 
     vocab_size: int
@@ -32,6 +35,18 @@ class RunnerSpec:
     pools: tuple[PoolSpec, ...] = (PoolSpec(),)
     device: torch.device = torch.device("cpu")
     needs: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_seq"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidConfig(f"{name}={value!r} must be a whole number from 1 up")
+        if not isinstance(self.eos_ids, tuple) or any(not 0 <= token < self.vocab_size for token in self.eos_ids):
+            raise InvalidConfig(f"eos_ids={self.eos_ids!r} must be a tuple of ids below vocab_size={self.vocab_size}")
+        if not isinstance(self.device, torch.device):
+            raise InvalidConfig(f"device={self.device!r} must be a torch.device")
+        if not self.needs <= {"page_table"}:
+            raise InvalidConfig(f"needs={set(self.needs)!r}; a batch can have a page_table, and nothing else")
 
 
 @dataclass(slots=True)
@@ -65,4 +80,4 @@ class ModelRunner(Protocol):
         """Run one step; may return before the device is done.  Raising fails the requests of this step only."""
 
     def close(self) -> None:
-        """Give back what `attach` and `warmup` took."""
+        """Give back what `attach` and `warmup` took; called once, on the launch thread, after the last `forward`."""

@@ -64,9 +64,8 @@ class ShadowRunner:
             start, stop = int(host.q_start[row]), int(host.q_start[row + 1])
             prefix = int(host.prefix_lens[row])
             digests = self._digests.setdefault(request_id, [])
-            if (
-                len(digests) < prefix
-            ):  # an earlier step of it failed and wrote nothing: it has ended, and reads no matter
+            # An earlier step of this request failed and wrote nothing: it has ended, and nobody looks at its result.
+            if len(digests) < prefix:
                 self._shadow[out_loc[start:stop]] = 0
                 newest.append(0)
                 continue

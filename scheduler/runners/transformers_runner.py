@@ -40,6 +40,8 @@ class TransformersRunner:
     def __init__(self, model: PreTrainedModel, *, max_seq: int | None = None) -> None:
         self._model = model
         self._pool: KVCache | None = None
+        if any(each._attn_implementation == NAME for each in _configs(model.config)):
+            raise InvalidConfig("this model has a TransformersRunner already; close that one first")
         config = model.config.get_text_config(decoder=True)
         check_kind(config, model)
         max_seq = _max_seq(config, max_seq)
@@ -91,7 +93,9 @@ class TransformersRunner:
         return self._spec
 
     def attach(self, pools: Mapping[str, KVCache]) -> None:
-        """Raises `InvalidConfig` if the pool "full" is missing."""
+        """Raises `InvalidConfig` if the pool "full" is missing, when attached already, or closed."""
+        if self._restore is None or self._pool is not None:
+            raise InvalidConfig("a TransformersRunner serves one engine, and lets go of its model then; make a new one")
         if POOL not in pools:
             raise InvalidConfig(f"TransformersRunner needs the pool {POOL!r}, got {sorted(pools)}")
         self._pool = pools[POOL]
@@ -109,13 +113,9 @@ class TransformersRunner:
         """`logits` [S, V] in the dtype of the model.  Raises `InvalidConfig` before `attach` or after `close`."""
         if self._pool is None:
             raise InvalidConfig("TransformersRunner.forward needs KV storage: call attach first")
-        token_ids = batch.token_ids
-        if batch.has_token_src:
-            # A token in flight may turn out to be none (-1), which only its own row is to suffer from.
-            token_ids = token_ids.clamp_min(0)
         step = PagedAttention(batch, self._pool)
         logits_idx = batch.logits_idx.long()
-        return StepOutput(logits=call_model(self._model, token_ids, batch.positions.long(), logits_idx, step))
+        return StepOutput(logits=call_model(self._model, batch.token_ids, batch.positions.long(), logits_idx, step))
 
     def close(self) -> None:
         """Gives the model back as it came, and lets go of the KV storage.  Closing twice does nothing."""

@@ -45,7 +45,7 @@ def refused(ledger: PageLedger, error: type[AllocatorError]) -> Iterator[None]:
 def memory_books(memory: KVMemory) -> tuple[object, ...]:
     """The same of a memory: its ledger, its table."""
     table = memory.table
-    arrays = (table.pages, table.page_counts, table.lengths, table.generations)
+    arrays = (table.pages, table.page_counts, table.lengths)
     return (memory.statistics(), *books(memory.allocator.ledger), *(array.tolist() for array in arrays))
 
 

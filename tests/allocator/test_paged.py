@@ -178,3 +178,19 @@ def test_an_upload_or_launch_that_fails_takes_no_pages_with_it(monkeypatch: pyte
 
 def test_an_estimate_for_those_who_ask() -> None:
     assert [make(page_size=4).estimated_num_new_pages(*ask) for ask in [(3, 8), (3, 9), (0, 9), (1, 0)]] == [6, 9, 0, 0]
+
+
+def test_two_rows_cannot_go_on_in_one_page() -> None:
+    """At a page boundary they may have the same last slot: whole pages can be shared."""
+    allocator = PagedTokenToKVPoolAllocator(64, 4, torch.float32, "cpu", None)
+    slots = allocator.alloc_extend([0], [4], [-1], 4)
+    assert slots is not None
+    last = int(slots[1])
+    with pytest.raises(InvalidArgument, match="two rows"):
+        allocator.alloc_decode([3, 3], [last, last])
+    with pytest.raises(InvalidArgument, match="two rows"):
+        allocator.alloc_extend([2, 1], [3, 3], [last, last - 1], 3)
+    assert allocator.available_size() == 60
+    shared = allocator.alloc_decode([5, 5], [int(slots[3])] * 2)
+    assert shared is not None
+    assert shared.tolist() == [8, 12]

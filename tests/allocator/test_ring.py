@@ -19,7 +19,8 @@ class RingMachine(RuleBasedStateMachine):
         self.capacity = capacity
         self.next_id = min(first, capacity)
         self.twin = deque(range(self.next_id))
-        self.ring = PageRing(capacity, ints(*range(self.next_id)))
+        self.ring = PageRing(capacity)
+        self.ring.push_back(ints(*range(self.next_id)))
 
     @rule(share=st.floats(0, 1))
     def take(self, share: float) -> None:
@@ -64,7 +65,8 @@ TestRing.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
 
 def turned(capacity: int, by: int) -> PageRing:
     """A full ring 0, 1, .. whose first id lies at `by`."""
-    ring = PageRing(capacity, ints(*range(-by, 0)))
+    ring = PageRing(capacity)
+    ring.push_back(ints(*range(-by, 0)))
     ring.take(by)
     ring.push_back(ints(*range(capacity)))
     return ring

@@ -23,7 +23,6 @@ class TableMachine(RuleBasedStateMachine):
         self.lengths: dict[int, int] = {}
         self.free = set(range(max_rows))
         self.waiting: list[tuple[int, int]] = []
-        self.generations = [0] * max_rows
         self.settled = -1
         self.next_page = 1
         self.open()
@@ -40,7 +39,6 @@ class TableMachine(RuleBasedStateMachine):
         self.free.remove(row)  # a KeyError here: it was not free
         self.held[row] = []
         self.lengths[row] = 0
-        self.generations[row] += 1
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -101,7 +99,6 @@ class TableMachine(RuleBasedStateMachine):
         assert table.held_rows == len(self.held)
         assert table.quarantined_rows == len(self.waiting)
         assert table.free_rows == len(self.free)
-        assert table.generations[:-1].tolist() == self.generations
         for row in range(table.max_rows + 1):
             pages = self.held.get(row, [])
             assert table.page_counts[row] == len(pages)
@@ -126,7 +123,7 @@ class unchanged:  # noqa: N801 - reads as a statement
 
     def books(self) -> list[object]:
         table = self.table
-        arrays = (table.pages, table.page_counts, table.lengths, table.generations)
+        arrays = (table.pages, table.page_counts, table.lengths)
         counts = [table.free_rows, table.held_rows, table.quarantined_rows, table.slack_tokens(1)]
         return counts + [array.tolist() for array in arrays]
 
@@ -185,15 +182,11 @@ def test_a_row_behind_a_fence_is_not_handed_out() -> None:
     assert table.open() == 0
 
 
-def test_a_row_kept_too_long_can_be_told_from_its_next_owners() -> None:
+def test_a_row_given_back_at_once_is_the_next_to_go() -> None:
     table = RequestTable(1, 1)
-    seen = set()
     for _ in range(3):
-        row = table.open()
-        assert row == 0
-        seen.add(int(table.generations[row]))
-        table.close(ints(row), -1)
-    assert len(seen) == 3
+        assert table.open() == 0
+        table.close(ints(0), -1)
 
 
 def test_on_the_cpu_the_devices_table_is_the_hosts() -> None:

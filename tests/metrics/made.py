@@ -15,9 +15,9 @@ Made = TypeVar("Made", Plan, Sequence)
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 IDLE_SCHEDULER = SchedulerStatistics(
-    waiting=0, preempted=0, prefilling=0, decoding=0, steps_in_flight=0, waiting_prompt_tokens=0, oldest_waiting_at=0.0,
-    received=0, rejected={}, finished={}, preemptions=0, prompt_tokens_computed=0, prompt_tokens_recomputed=0,
-    prompt_tokens_cached=0, output_tokens=0, wasted_tokens={}, steps={}, failed_steps=0,
+    waiting=0, preempted=0, prefilling=0, decoding=0, steps_in_flight=0, waiting_prompt_tokens=0,
+    oldest_waiting_at=None, received=0, rejected={}, finished={}, preemptions=0, prompt_tokens_computed=0,
+    prompt_tokens_recomputed=0, prompt_tokens_cached=0, output_tokens=0, wasted_tokens={}, steps={}, failed_steps=0,
 )  # fmt: skip
 BUSY_SCHEDULER = SchedulerStatistics(
     waiting=5, preempted=2, prefilling=3, decoding=7, steps_in_flight=1, waiting_prompt_tokens=811,

@@ -5,9 +5,10 @@ import pytest
 
 from kvloom.scheduler import Request
 from kvloom.scheduler.assemble import assemble
+from kvloom.scheduler.plan import IntArray
 from kvloom.scheduler.prefill import Chunk, cut
 from kvloom.scheduler.request import Sequence
-from kvloom.scheduler.rows import IntArray, Rows
+from kvloom.scheduler.rows import Rows
 
 
 def rows_of(*prompts: int) -> Rows:

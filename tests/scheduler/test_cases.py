@@ -43,7 +43,7 @@ async def together(engine: Engine, wishes: Sequence[tuple[Sequence[int], Samplin
 @both_depths
 async def test_b19_what_never_fits_fails_at_once_and_holds_up_nobody(engine_of: EngineOf, depth: int) -> None:
     async with engine_of(ToyRunner(max_seq=1000), pages=16, page_size=4, steps_in_flight_max=depth) as engine:
-        with pytest.raises(NeverFits, match="100 tokens; the KV pool holds 64") as caught:
+        with pytest.raises(NeverFits, match="100 tokens; the KV memory holds sequences of up to 64") as caught:
             await engine.generate([1] * 100, params(1))
         assert caught.value.status_hint == 400
         assert (await engine.generate([1] * 8, params(4))).usage.output_tokens == 4

@@ -94,7 +94,6 @@ def test_nothing_to_do(drive: Drive) -> None:
     for nothing in (driven.abort("nobody"), driven.expire(), driven.core.end_all(FinishReason.SHUTDOWN, 0.0)):
         assert (list(nothing.sequences), list(nothing.tokens), list(nothing.finished)) == ([], [], [])
     assert driven.picture() == before
-    assert driven.core.next_deadline is None
 
 
 @pytest.mark.parametrize(
@@ -237,13 +236,11 @@ def test_deadlines(drive: Drive) -> None:
     driven.add("in time", 4, max_new_tokens=2, deadline=3.5)
     driven.add("never runs", 4, deadline=2.5)
     driven.add("no hurry", 4, deadline=1000.0)
-    assert driven.core.next_deadline == 2.5
     driven.step()
     driven.now = 2.5
     assert [end.request_id for _, end in driven.expire().finished] == ["never runs"]
     timings = driven.ends["never runs"].timings
     assert (timings.admitted_at, timings.queue_seconds, timings.total_seconds) == (None, 2.5, 2.5)
-    assert driven.core.next_deadline == 3.5
     assert not driven.expire().finished
     driven.step()
     assert driven.core.statistics().finished == {"deadline": 1, "length": 1}
@@ -252,7 +249,6 @@ def test_deadlines(drive: Drive) -> None:
     driven.commit()
     assert driven.said["late"] == [7, 7]
     assert driven.reasons()["late"] is FinishReason.DEADLINE
-    assert driven.core.next_deadline == 1000.0
 
 
 def test_a_step_that_fails_ends_its_own_requests_only(drive: Drive) -> None:
@@ -339,7 +335,6 @@ def test_those_who_ended_are_forgotten_long_before_their_deadline(drive: Drive) 
         driven.step()
     gc.collect()
     assert sum(prompt() is not None for prompt in prompts) < 100
-    assert driven.core.next_deadline == 1e6
 
 
 def test_memory_that_somebody_else_uses_is_told(drive: Drive) -> None:

@@ -48,12 +48,12 @@ def test_most_output_tokens(prompt: int, wish: int | None, capacity: int, limit:
         (lambda: request(4, stop_token_ids=(4, 100)), InvalidRequest, "stop_token_ids: token ids run from 0 to 99"),
         (lambda: request(32), TooLong, "32 tokens; the model's context of 32"),
         (lambda: request(33), TooLong, "33 tokens"),
-        (lambda: request(21), NeverFits, "21 tokens; the KV pool holds 20"),
+        (lambda: request(21), NeverFits, "21 tokens; the KV memory holds sequences of up to 20"),
     ],
 )
 def test_turned_away(asked: Callable[[], Request], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        output_limit(asked(), LIMITS, capacity_tokens=20)
+        output_limit(asked(), LIMITS, memory_max_seq=20)
 
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 2**70])

@@ -140,7 +140,7 @@ async def test_somebody_cancels_the_engines_task(engine_of: EngineOf, depth: int
     async with engine_of(ScriptedRunner(step_seconds=0.001), steps_in_flight_max=depth) as engine:
         async with engine.open([1], LONG) as stream:
             await anext(stream)
-            (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "kvloom loop")
+            (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "kvloom run")
             task.cancel()
             with anyio.fail_after(5):
                 await read(stream)

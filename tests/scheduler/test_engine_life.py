@@ -15,6 +15,7 @@ from kvloom.scheduler import (
     Engine,
     EngineState,
     FinishReason,
+    Misuse,
     QueueFull,
     Result,
     SamplingParams,
@@ -79,25 +80,33 @@ def test_an_engine_may_be_made_before_there_is_a_loop(engine_of: EngineOf) -> No
 
 async def test_a_warm_up_that_fails(engine_of: EngineOf) -> None:
     class Cold(ToyRunner):
+        closed = 0
+
         def warmup(self, max_rows: int, max_tokens: int) -> None:
             raise ValueError("too cold")
 
-    engine = engine_of(Cold())
+        def close(self) -> None:
+            self.closed += 1
+
+    runner = Cold()
+    engine = engine_of(runner)
     with pytest.raises(ValueError, match="too cold"):
         async with engine:
             pass
-    assert engine.state is EngineState.STARTING
+    assert (engine.state, runner.closed) == (EngineState.STARTING, 1)
     assert not launch_threads()
+    with pytest.raises(Misuse):
+        await engine.__aenter__()
 
 
 async def test_an_engine_is_entered_once(engine_of: EngineOf) -> None:
     engine = engine_of()
     async with engine:
-        with pytest.raises(Draining, match="entered once"):
+        with pytest.raises(Misuse, match="entered once"):
             async with engine:
                 pass
         assert (await engine.generate([1], params(1))).token_ids, "the first is not disturbed"
-    with pytest.raises(Draining, match="entered once"):
+    with pytest.raises(Misuse, match="entered once"):
         async with engine:
             pass
 
@@ -242,16 +251,16 @@ async def test_a_step_that_hangs_does_not_keep_us(engine_of: EngineOf, depth: in
 
 
 async def test_what_was_queued_behind_a_step_that_hangs_is_not_run_any_more(engine_of: EngineOf) -> None:
-    """The runner has been closed, and the pages may be somebody else's by then."""
+    """Nor is the runner closed before it has come back from that step."""
     gate = Gate(first=1)
     runner = ScriptedRunner(gate)
     async with engine_of(runner, steps_in_flight_max=2) as engine, engine.open([1], LONG):
         await gate.entered()
         await until(lambda: engine.statistics().scheduler.steps_in_flight == 2)
-    assert (runner.closed, len(runner.steps)) == (1, 2)
+    assert (runner.closed, len(runner.steps)) == (0, 2)
     gate.open()
     await until(lambda: not launch_threads())
-    assert len(runner.steps) == 2
+    assert (runner.closed, len(runner.steps)) == (1, 2)
 
 
 async def test_places_are_given_in_the_order_of_coming(engine_of: EngineOf) -> None:

@@ -52,7 +52,9 @@ def test_an_empty_prompt_is_left_to_the_door(values: Any) -> None:
 
 
 def request(intake: Intake, request_id: str | None = None, params: SamplingParams | None = None) -> Request:
-    return intake.request([1, 2], params, request_id=request_id, deadline=5.0, cache_namespace="", metadata=None)
+    return intake.request(
+        [1, 2], params, request_id=request_id, deadline=5.0, now=100.0, cache_namespace="", metadata=None
+    )
 
 
 def test_ids_and_seeds_for_those_who_bring_none() -> None:
@@ -63,7 +65,26 @@ def test_ids_and_seeds_for_those_who_bring_none() -> None:
     again = Intake(seed=100)
     assert [request(again).seed for _ in range(3)] == [one.seed for one in made]
     own = request(intake, "mine", SamplingParams(seed=7))
-    assert (own.id, own.seed, own.deadline, own.prompt.tolist()) == ("mine", 7, 5.0, [1, 2])
+    assert (own.id, own.seed, own.deadline, own.prompt.tolist()) == ("mine", 7, 105.0, [1, 2])
+
+
+@pytest.mark.parametrize("request_id", ["", 5, b"id", ["id"], float("nan")])
+def test_an_id_that_is_no_name(request_id: Any) -> None:
+    with pytest.raises(InvalidRequest, match="request_id"):
+        request(Intake(seed=0), request_id)
+
+
+@pytest.mark.parametrize("deadline", ["5", True, [1.0], 2j])
+def test_a_deadline_that_is_no_number(deadline: Any) -> None:
+    with pytest.raises(InvalidRequest, match="deadline"):
+        Intake(seed=0).request(
+            [1], None, request_id=None, deadline=deadline, now=0.0, cache_namespace="", metadata=None
+        )
+
+
+def test_params_of_another_make() -> None:
+    with pytest.raises(InvalidRequest, match="params"):
+        request(Intake(seed=0), params={"temperature": 1.0})  # type: ignore[arg-type]
 
 
 def test_an_own_id_cannot_be_one_that_the_engine_gives() -> None:

@@ -11,7 +11,7 @@ import torch
 from kvloom.allocator import Batch
 from kvloom.scheduler import BadStepResult, FatalRunnerError, RunnerFailed, StepResult
 from kvloom.scheduler.launch import Launcher, Outcome
-from kvloom.scheduler.runners import StepOutput
+from kvloom.scheduler.runners import RunnerSpec, StepOutput
 from tests.scheduler.driven import Driven
 from tests.scheduler.engines import until
 
@@ -45,6 +45,16 @@ def two(drive: Drive, depth: int) -> Driven:
     return driven
 
 
+class Runner:
+    """As much of a runner as launching needs."""
+
+    spec = RunnerSpec(vocab_size=100, max_seq=64)
+
+    def __init__(self, forward: Callable[[Batch], Any], close: Callable[[], None] = lambda: None) -> None:
+        self.forward = forward
+        self.close = close
+
+
 async def run(
     forward: Callable[[Batch], Any], batches: Sequence[Batch], *, overlap: bool = False
 ) -> list[tuple[int, Outcome]]:
@@ -56,9 +66,7 @@ async def run(
         assert threading.get_ident() == home, "reports come on the event loop"
         outcomes.append((step, outcome))
 
-    launcher = Launcher(
-        forward, report, max_rows=64, vocab_size=100, device=torch.device("cpu"), overlap=overlap
-    )  # fmt: skip
+    launcher = Launcher(Runner(forward), report, max_rows=64, overlap=overlap)
     for batch in batches:
         launcher.submit(batch)
     try:
@@ -151,11 +159,14 @@ async def test_what_a_runner_says_in_our_words_is_passed_on(pair: Driven, error:
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (None, RunnerFailed),
+        (None, BadStepResult),
+        (torch.tensor([1, 2]), BadStepResult),
         (StepOutput(), BadStepResult),
-        (StepOutput(next_tokens=[1, 2]), RunnerFailed),  # type: ignore[arg-type]
+        (StepOutput(next_tokens=[1, 2]), BadStepResult),  # type: ignore[arg-type]
         (StepOutput(logits=torch.zeros(3, 100)), BadStepResult),
         (StepOutput(logits=torch.zeros(100)), BadStepResult),
+        (StepOutput(logits=torch.zeros(2, 99)), BadStepResult),
+        (StepOutput(logits=torch.zeros(2, 100, dtype=torch.bool)), BadStepResult),
         (StepOutput(next_tokens=torch.zeros(2, dtype=torch.bfloat16)), RunnerFailed),
         (StepOutput(next_tokens=torch.zeros(2, requires_grad=True)), RunnerFailed),
     ],
@@ -268,16 +279,18 @@ def test_a_loop_that_is_gone_is_told_nothing(pair: Driven) -> None:
     """Nobody is left to tell: no error in the thread, and the thread ends."""
     (batch,) = batches_of(pair, 1)
     entered, leave = threading.Event(), threading.Event()
+    order: list[str] = []
 
     def forward(batch: Batch) -> StepOutput:
         entered.set()
         assert leave.wait(10)
+        order.append("forward")
         return fixed(1, 2)
 
+    runner = Runner(forward, lambda: order.append("close"))
+
     async def submit() -> None:
-        launcher = Launcher(
-            forward, lambda step, outcome: None, max_rows=64, vocab_size=100, device=torch.device("cpu"), overlap=False
-        )
+        launcher = Launcher(runner, lambda step, outcome: None, max_rows=64, overlap=False)
         launcher.submit(batch)
         assert entered.wait(10)
         launcher.close()
@@ -287,3 +300,16 @@ def test_a_loop_that_is_gone_is_told_nothing(pair: Driven) -> None:
     leave.set()
     thread.join(10)
     assert not thread.is_alive()
+    assert order == ["forward", "close"], "a runner is not closed under a step"
+
+
+async def test_a_runner_that_cannot_be_closed(pair: Driven) -> None:
+    def close() -> None:
+        raise ZeroDivisionError
+
+    launcher = Launcher(
+        Runner(lambda batch: fixed(1, 2), close), lambda step, outcome: None, max_rows=64, overlap=False
+    )
+    launcher.close()
+    with pytest.raises(ZeroDivisionError):
+        launcher.join(10)

@@ -48,7 +48,7 @@ def test_more_at_least_than_at_most() -> None:
         {"max_new_tokens": 2**31 - 1, "min_new_tokens": 2**31 - 1},
         {"min_new_tokens": 2**31 - 1},
         {"temperature": 100, "top_k": 2**31 - 1, "top_p": 1, "min_p": 1},
-        {"temperature": 1e-300, "top_p": 1e-300, "repetition_penalty": 1e-3},
+        {"temperature": 1e-300, "top_p": 1e-300, "repetition_penalty": 0.01},
         {"seed": 2**63 - 1},
         {"seed": -(2**63)},
         {"presence_penalty": -100, "frequency_penalty": 100},

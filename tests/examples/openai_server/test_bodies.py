@@ -93,6 +93,7 @@ BAD: list[tuple[str, str, bytes, int, str | None]] = [
     ("JSON mode", CHAT, chat(response_format={"type": "json_object"}), 400, "response_format"),
     ("stop id beyond the vocabulary", COMPLETION, completion(stop_token_ids=[257]), 400, "stop_token_ids"),
     ("negative stop id", COMPLETION, completion(stop_token_ids=[-1]), 400, "stop_token_ids"),
+    ("100,000 stop ids", COMPLETION, completion(stop_token_ids=list(range(257)) * 400), 400, "stop_token_ids"),
     ("bool as stop id", COMPLETION, completion(stop_token_ids=[True]), 400, "stop_token_ids.0"),
     ("10,000 stop strings", COMPLETION, completion(stop=["x"] * 10_000), 400, "stop"),
     ("empty stop string", COMPLETION, completion(stop=""), 400, "stop.0"),

@@ -144,12 +144,16 @@ def test_other_kinds_of_models(make: Callable[[], PreTrainedModel]) -> None:
 def test_the_spec_says_what_the_model_is() -> None:
     model = MODELS["gemma3"]()
     model.generation_config.eos_token_id = [3, 5]
-    spec = TransformersRunner(model, max_seq=100).spec
+    runner = TransformersRunner(model, max_seq=100)
+    spec = runner.spec
     assert (spec.vocab_size, spec.max_seq, spec.needs) == (211, 100, frozenset({"page_table"}))
     assert spec.eos_ids == (3, 5)
     (pool,) = spec.pools
     assert (pool.name, pool.layers, pool.kv_heads, pool.head_dim) == ("full", tuple(range(6)), 1, 16)
     assert (pool.dtype, pool.window) == (torch.float32, None)
+    with pytest.raises(InvalidConfig, match="has a TransformersRunner already"):
+        TransformersRunner(model)
+    runner.close()
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = 7
     assert TransformersRunner(model).spec.eos_ids == (7,)
@@ -177,21 +181,6 @@ def test_another_rows_nan_stays_its_own(spoken: tuple[PreTrainedModel, list[list
     runner = TransformersRunner(model)
     assert greedy(runner, prompts[2:5], page_size=16, chunk=1000) == expected[2:5]  # the pool is full of NaN
     runner.close()
-
-
-def test_a_token_in_flight_that_is_none_harms_nobody_else() -> None:
-    model = MODELS["llama"]()
-    runner = TransformersRunner(model)
-    runner.attach(pools_for(runner, 20, 4))
-    pages, rows = Pages(20, 4), [Row(0), Row(1)]
-    runner.forward(pages.batch([(row, [5, 6, 7]) for row in rows], 0, [0, 1]))
-    batch = pages.batch([(rows[0], [0]), (rows[1], [9])], 2, [0, 1])
-    batch.has_token_src = True
-    batch.replace_token_ids(torch.tensor([-1, 9], dtype=torch.int32))
-    logits = runner.forward(batch).logits
-    assert logits is not None
-    runner.close()
-    assert logits[1].argmax() == generated(model, [5, 6, 7, 9], 1)[0]
 
 
 def test_warmup_leaves_every_page_alone() -> None:
@@ -304,3 +293,14 @@ def test_decode_rows_are_grouped_by_length(seed: int) -> None:
     for group in groups:
         longest = lengths[group].max()
         assert (np.maximum(lengths[group], 64) * 2 >= longest).all()
+
+
+def test_a_runner_is_attached_once() -> None:
+    """Its model has its own attention back, which would look across the rows of a batch."""
+    runner = TransformersRunner(MODELS["llama"]())
+    pools = pools_for(runner, 5, 4)
+    runner.attach(pools)
+    for _ in range(2):
+        with pytest.raises(InvalidConfig, match="serves one engine"):
+            runner.attach(pools)
+        runner.close()
