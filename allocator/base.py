@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvloom.allocator.devices import device_of
 from kvloom.allocator.errors import ForeignPage, GroupMisuse, InvalidArgument, StaleState
 from kvloom.allocator.indices import Ints, host_ints, whole
 from kvloom.allocator.kernels import kernels_for
@@ -57,7 +58,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self.size = size
         self.page_size = page_size
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = device_of(device)
         self.need_sort = need_sort
         self.num_pages = size // page_size
         self.ledger = PageLedger(self.num_pages, pool=pool, page_size=page_size, need_sort=need_sort)

@@ -12,6 +12,7 @@ import torch
 
 from kvloom.allocator.batch import Batch, HostArrays
 from kvloom.allocator.binding import binding_for
+from kvloom.allocator.devices import device_of
 from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
 from kvloom.allocator.indices import constant, counting, spans, starts, whole
 from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
@@ -61,7 +62,7 @@ class KVMemory:
             raise InvalidArgument(
                 f"capacity_tokens={capacity_tokens} must hold a page of page_size={page_size} from 1 up"
             )
-        self.device = torch.device(device)
+        self.device = device_of(device)
         self.page_size = page_size
         self.pool = pools[0]
         self.pools: Mapping[str, KVCache] = {
@@ -122,7 +123,7 @@ class KVMemory:
         """Raise InvalidArgument unless a runner of this `spec` can work with this memory."""
         if spec.pools != (self.pool,):
             raise InvalidArgument(f"the runner wants the pools {spec.pools}; this memory has {(self.pool,)}")
-        if spec.device != self.device:
+        if device_of(spec.device) != self.device:
             raise InvalidArgument(f"the runner is on {spec.device}; this memory is on {self.device}")
         if not spec.needs <= self._needs:
             missing = sorted(spec.needs - self._needs)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvloom.allocator.devices import device_of
 from kvloom.allocator.errors import BrokenInvariant, DoubleFree, InvalidArgument
 from kvloom.allocator.indices import counting, spans
 from kvloom.allocator.ring import PageArray
@@ -34,7 +35,7 @@ class RequestTable:
         self.pages = np.zeros((max_rows + 1, max_pages), np.int32)
         self.page_counts = np.zeros(max_rows + 1, np.int32)
         self.lengths = np.zeros(max_rows + 1, np.int32)
-        device = torch.device(device)
+        device = device_of(device)
         if device.type == "cpu":
             self.device_pages = torch.from_numpy(self.pages)
         else:

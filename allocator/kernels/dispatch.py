@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvloom.allocator.devices import device_of
 from kvloom.allocator.kernels import host_kernels, torch_kernels
 from kvloom.allocator.kernels.base import Kernels
 
@@ -36,7 +37,7 @@ def warm_up(device: torch.device, index_dtypes: Iterable[torch.dtype] = (torch.i
 def _triton_kernels_for(device: torch.device) -> "TritonKernels | None":
     if device.type != "cuda" or find_spec("triton") is None:
         return None
-    return _triton_kernels(torch.cuda.current_device() if device.index is None else device.index)
+    return _triton_kernels(device_of(device).index)
 
 
 @cache

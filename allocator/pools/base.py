@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvloom.allocator.devices import device_of
 from kvloom.allocator.errors import InvalidArgument
 from kvloom.allocator.pools.host_copy import HostCopy
 
@@ -41,7 +42,7 @@ class KVCache(ABC):
         self.size = size
         self.page_size = page_size
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = device_of(device)
         self.layers = tuple(layers)
 
     @property
