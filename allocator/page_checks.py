@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from kvloom.allocator.books import CACHED, CALLER, FREE, QUARANTINED
 from kvloom.allocator.errors import DoubleFree, ForeignPage, InvalidArgument
+from kvloom.allocator.indices import counting
 from kvloom.allocator.ring import PageArray
 
 Holders = int | NDArray[np.int32]  # one for all pages, or one each
@@ -22,7 +23,8 @@ class PageChecks:
     def holders(self, holders: Holders, count: int) -> None:
         """Raise InvalidArgument unless `holders` is the number of a holder, or `count` of them."""
         if isinstance(holders, np.ndarray):
-            if holders.shape != (count,) or holders.dtype.kind not in "iu" or (count and holders.min() < 0):
+            wrong = holders.shape != (count,) or holders.dtype.kind not in "iu"
+            if wrong or (count and np.minimum.reduce(holders) < 0):
                 raise InvalidArgument(f"pool {self._pool!r}: {count} pages, holders {holders[:8].tolist()}")
         elif not 0 <= holders <= CALLER:
             raise InvalidArgument(f"pool {self._pool!r}: holder {holders}; holders are numbers from 0 to {CALLER}")
@@ -31,7 +33,7 @@ class PageChecks:
         """The pages as an index.  Raises InvalidArgument or ForeignPage unless all are pages of this pool."""
         if pages.ndim != 1 or pages.dtype.kind not in "iu":
             raise InvalidArgument(f"pages must be a flat row of whole numbers, got {pages.dtype} of {pages.shape}")
-        if len(pages) and (pages.min() < 1 or pages.max() > self._pages):
+        if len(pages) and (np.minimum.reduce(pages) < 1 or np.maximum.reduce(pages) > self._pages):
             wrong = pages[(pages < 1) | (pages > self._pages)]
             raise ForeignPage(f"pool {self._pool!r} has pages 1 to {self._pages}; got {wrong[:8].tolist()}")
         return pages.astype(np.intp)  # once: numpy would do it for each look-up, at three times the price
@@ -45,7 +47,7 @@ class PageChecks:
         """The same, where `wanted` may be a state."""
         index = self.in_pool(pages)
         wrong = holder[index] != wanted
-        if wrong.any():
+        if np.count_nonzero(wrong):
             culprits = pages[wrong]
             states = holder[culprits]
             error = DoubleFree if np.all((states == FREE) | (states == QUARANTINED)) else ForeignPage
@@ -57,14 +59,15 @@ class PageChecks:
 
     def distinct(self, pages: PageArray, index: Index) -> Index:
         """The index again.  Raises DoubleFree when a page is named twice."""
-        twice = ~self.firsts(index[::-1])[::-1]
-        if twice.any():
+        lasts = self.firsts(index[::-1])
+        if np.count_nonzero(lasts) != len(lasts):
+            twice = ~lasts[::-1]
             raise DoubleFree(f"pool {self._pool!r}: pages {pages[twice][:8].tolist()} are named twice in one call")
         return index
 
     def firsts(self, index: Index) -> NDArray[np.bool_]:
         """Which of the pages stand where they come first."""
-        order = np.arange(len(index), dtype=np.int32)
+        order = counting(len(index))
         self._mark[index[::-1]] = order[::-1]  # of several writes to one place the last one stays: the first here
         first: NDArray[np.bool_] = self._mark[index] == order
         return first

@@ -69,15 +69,15 @@ class RowAllocator:
         table, size = self.table, self.page_size
         at = rows.astype(np.intp)  # once: numpy would do it for each look-up, at three times the price
         counts = table.page_counts[at]
-        takers = np.flatnonzero(lengths > counts * size)
+        takers = (lengths > counts * size).nonzero()[0]
         growth = NO_GROWTH
         if len(takers):  # few rows in most steps: what follows is for them alone
             some, have = rows[takers], counts[takers]
             need = page_count(lengths[takers], size) - have
-            if int((have + need).max()) > table.max_pages:
+            if np.maximum.reduce(have + need) > table.max_pages:
                 raise InvalidArgument(f"a row of {lengths.max()} tokens; the table has {table.max_pages} pages a row")
             table.require_held(some)
-            free, total = self.ledger.free_pages, int(need.sum())
+            free, total = self.ledger.free_pages, int(np.add.reduce(need))
             pages = self.ledger.take(total, some if total == len(some) else np.repeat(some, need))
             if pages is None:
                 fits = int(takers[np.searchsorted(np.cumsum(need), free, side="right")])

@@ -12,22 +12,25 @@ IntArray = NDArray[np.int32]
 
 
 class PinnedRing:
-    """Blocks of pinned host memory (int32), used in turn; one is rewritten only after the device has consumed it."""
+    """Blocks of pinned host memory (int32), used in turn; one is rewritten only after the device has consumed it.
 
-    def __init__(self, blocks: int = 4) -> None:
+    An event costs as much as the copy it stands behind, so there is one for each half of the ring, not for each block.
+    """
+
+    def __init__(self, blocks: int = 8) -> None:
         self._blocks = [torch.empty(0, dtype=torch.int32)] * blocks
         self._arrays: list[IntArray] = [block.numpy() for block in self._blocks]
-        self._consumed: list[torch.cuda.Event | None] = [None] * blocks
-        self._turn = 0
+        self._half = blocks // 2
+        self._consumed: list[torch.cuda.Event | None] = [None, None]
+        self._turn = -1
 
     def next(self, length: int) -> tuple[torch.Tensor, IntArray]:
         """The next block, of at least `length` numbers, as a tensor and as the array that shares its memory.
 
-        Waits for the device only when it is a whole round behind.
+        Waits for the device only when it is half a round behind.
         """
         self._turn = (self._turn + 1) % len(self._blocks)
-        event = self._consumed[self._turn]
-        if event is not None:
+        if self._turn % self._half == 0 and (event := self._consumed[self._turn // self._half]) is not None:
             event.synchronize()
         if len(self._arrays[self._turn]) < length:
             block = torch.empty(max(_LEAST, 2 * length), dtype=torch.int32, pin_memory=True)
@@ -36,24 +39,27 @@ class PinnedRing:
 
     def consumed_here(self) -> None:
         """The block given out last is free once the current stream has come this far."""
-        event = self._consumed[self._turn]
+        if (self._turn + 1) % self._half:
+            return
+        half = self._turn // self._half
+        event = self._consumed[half]
         if event is None:
-            event = self._consumed[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = self._consumed[half] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
 
 
 class Staging:
     """Sends arrays of one step to a device.  On the CPU the tensors share the arrays' memory."""
 
-    def __init__(self, device: torch.device, blocks: int = 4) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._ring = PinnedRing(blocks)
+        self._ring = PinnedRing()
 
     def upload(self, arrays: Mapping[str, IntArray]) -> dict[str, torch.Tensor]:
         """Each array (int32 [N]) as a tensor on the device.
 
         On the CPU only an array that is not to be written is copied.  Elsewhere never waits for the device unless it is
-        a whole round of blocks behind.
+        half a round of blocks behind.
         """
         if self.device.type == "cpu":
             return {
@@ -66,4 +72,4 @@ class Staging:
         np.concatenate(list(arrays.values()), out=host[:total])
         sent = block[:total].to(self.device, non_blocking=True)
         self._ring.consumed_here()
-        return dict(zip(arrays, torch.split(sent, lengths), strict=True))
+        return dict(zip(arrays, torch.split_with_sizes(sent, lengths), strict=True))

@@ -133,11 +133,12 @@ class RequestTable:
 
     def require_held(self, rows: RowArray) -> None:
         """Raise DoubleFree or InvalidArgument unless `rows` are distinct rows in use."""
-        order = counting(len(rows))
-        at = rows.astype(np.intp)
-        if len(rows) == 0 or (at.min() >= 0 and at.max() <= self.max_rows):
+        count, at = len(rows), rows.astype(np.intp)
+        # Below 0 is huge without a sign. `count_nonzero`, because `all` takes ten times as long for a few.
+        if np.count_nonzero(at.view(np.uintp) < self.max_rows) == count:
+            order = counting(count)
             self._mark[at] = order
-            if self._held[at].all() and (self._mark[at] == order).all():
+            if np.count_nonzero(self._held[at]) == count == np.count_nonzero(self._mark[at] == order):
                 return
         if len(rows) and (rows.min() < 0 or rows.max() >= self.max_rows):
             raise InvalidArgument(f"rows run from 0 to {self.max_rows - 1}; got {rows.tolist()[:8]}")

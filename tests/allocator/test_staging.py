@@ -34,6 +34,6 @@ def test_an_array_that_is_not_to_be_written_cannot_be_written_through_its_tensor
 
 
 def test_uploads_do_not_disturb_those_before() -> None:
-    staging = Staging(torch.device("cpu"), blocks=2)
+    staging = Staging(torch.device("cpu"))
     sent = [staging.upload({"a": np.full(3, turn, np.int32)})["a"] for turn in range(6)]
     assert [tensor.tolist() for tensor in sent] == [[turn] * 3 for turn in range(6)]
