@@ -1,16 +1,26 @@
-"""The decode step in buffers that stay where they are, so that a model's own CUDA graph can hold its launch.
+"""The decode step in buffers that stay where they are, so that it can be replayed instead of launched.
 
-    step = DecodeStep(rows, max_rows=256)
+    step = DecodeStep(rows.host, max_rows=256)
+
+Alone, one replay of a small CUDA graph (upload and kernel), a fifth of what launching the two costs:
+
+    while serving:
+        step.run(rows_of_this_step)        # host: pages from the ledger; then step.out_loc, step.seq_lens, ...
+
+Or with the kernel inside the model's own graph:
+
     with torch.cuda.graph(graph):
         step.launch()                      # last slots, new pages, table entries
         model(step.row_slot, step.seq_lens, step.out_loc, ...)
     while serving:
-        step.plan(rows_of_this_step)       # host: pages from the ledger, one upload
+        step.plan(rows_of_this_step)       # host, and the upload
         graph.replay()
 
 A graph is captured for one number of rows; behind those of a step stands padding: the table's pad row, with one token,
 in slot 0 of the dump page.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,15 +33,19 @@ from kvloom.allocator.rows import RowAllocator
 from kvloom.allocator.staging import PinnedRing
 from kvloom.allocator.table import RowArray
 
+BLOCKS = 8  # uploads that may be on their way
+
 
 class DecodeStep:
-    """One token for each of up to `max_rows` rows.
+    """One token for each of up to `max_rows` rows.  One thread and one stream use it.
 
     On the device, all of `max_rows` entries and always the same memory:
     row_slot   int32, the rows
     seq_lens   int32, their tokens, the new one included; 1 for padding
     new_pages  int32, the page that a row enters with this token, else 0
-    out_loc    int64, slots of the new tokens, after `launch`
+    out_loc    int64, slots of the new tokens, after `run` or `launch`
+
+    Raises InvalidArgument for less than one row.
     """
 
     def __init__(self, rows: RowAllocator, max_rows: int) -> None:
@@ -44,31 +58,28 @@ class DecodeStep:
         self._kernels = kernels_for(device)
         warm_up(device)
         self._block = torch.zeros(3 * max_rows, dtype=torch.int32, device=device)
-        self.row_slot, self.seq_lens, self.new_pages = torch.split(self._block, max_rows)
+        self.row_slot, self.seq_lens, self.new_pages = torch.split_with_sizes(self._block, [max_rows] * 3)
         self.out_loc = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._ring = PinnedRing() if device.type != "cpu" else None
-        host = self._next_host()
-        host[0], host[1], host[2] = rows.table.pad_row, 1, 0
-        self._send()
+        self.row_slot.fill_(rows.table.pad_row)
+        self.seq_lens.fill_(1)
+        self._sender = _GraphSender(self._block, self.launch) if device.type == "cuda" else _HostSender(self._block)
 
     def plan(self, rows: RowArray) -> Shortfall | None:
         """Reserve one more token for each of the distinct `rows` (int32) and send what `launch` needs; None when done.
 
         Short of pages nothing has changed.  Raises InvalidArgument or DoubleFree and changes nothing.
         """
-        if len(rows) > self.max_rows:
-            raise InvalidArgument(f"{len(rows)} rows in a step of at most {self.max_rows}")
-        lengths = self._rows.table.lengths[rows] + np.int32(1)
-        growth = self._rows.grow(rows, lengths)
-        if isinstance(growth, Shortfall):
-            return growth
-        host, used = self._next_host(), len(rows)
-        host[0, :used], host[0, used:] = rows, self._rows.table.pad_row
-        host[1, :used], host[1, used:] = lengths, 1
-        host[2] = 0
-        host[2, growth.takers] = growth.pages
-        self._send()
-        return None
+        shortfall = self._fill(rows)
+        if shortfall is None:
+            self._sender.send()
+        return shortfall
+
+    def run(self, rows: RowArray) -> Shortfall | None:
+        """`plan` and `launch` in one go; `out_loc` is valid until the next step.  Raises like `plan`."""
+        shortfall = self._fill(rows)
+        if shortfall is None:
+            self._sender.send_and(self.launch)
+        return shortfall
 
     def launch(self) -> None:
         """Fill `out_loc` and enter new pages in the device's table.  One kernel; may be captured."""
@@ -76,14 +87,75 @@ class DecodeStep:
             self._table, self.row_slot, self.seq_lens, self.new_pages, self.out_loc, self._rows.page_size
         )
 
-    def _next_host(self) -> NDArray[np.int32]:
-        """Where to write the next step: rows, lengths, new pages; int32 [3, max_rows].  On the CPU it is the block."""
-        if self._ring is None:
-            return self._block.numpy().reshape(3, self.max_rows)
-        self._pinned, array = self._ring.next(len(self._block))
-        return array[: len(self._block)].reshape(3, self.max_rows)
+    def _fill(self, rows: RowArray) -> Shortfall | None:
+        used = len(rows)
+        if used > self.max_rows:
+            raise InvalidArgument(f"{used} rows in a step of at most {self.max_rows}")
+        grown = self._rows.grow_by_one(rows)
+        if isinstance(grown, Shortfall):
+            return grown
+        row_slot, seq_lens, new_pages = self._sender.next_block()
+        row_slot[:used], seq_lens[:used] = rows, grown.lengths
+        if used < self.max_rows:
+            row_slot[used:], seq_lens[used:] = self._rows.table.pad_row, 1
+        new_pages.fill(0)
+        new_pages[grown.takers] = grown.pages
+        return None
 
-    def _send(self) -> None:
-        if self._ring is not None:
-            self._block.copy_(self._pinned[: len(self._block)], non_blocking=True)
-            self._ring.consumed_here()
+
+class _HostSender:
+    """On the CPU the block is the host's."""
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self._fields = tuple(block.numpy().reshape(3, -1))
+
+    def next_block(self) -> tuple[NDArray[np.int32], ...]:
+        """Where to write a step: rows, lengths, new pages."""
+        return self._fields
+
+    def send(self) -> None:
+        """Nothing has to travel."""
+
+    def send_and(self, launch: Callable[[], None]) -> None:
+        """Nothing has to travel."""
+        launch()
+
+
+class _GraphSender:
+    """A small graph for each pinned block: replaying it costs a third of the copy that it makes."""
+
+    def __init__(self, block: torch.Tensor, launch: Callable[[], None]) -> None:
+        self._ring = PinnedRing(BLOCKS)
+        self._fields: list[tuple[NDArray[np.int32], ...]] = []
+        self._uploads: list[torch.cuda.CUDAGraph] = []
+        self._steps: list[torch.cuda.CUDAGraph] = []
+        for _ in range(BLOCKS):
+            pinned, array = self._ring.next(len(block))
+            self._fields.append(tuple(array[: len(block)].reshape(3, -1)))
+            self._uploads.append(_captured(block, pinned))
+            self._steps.append(_captured(block, pinned, launch))
+
+    def next_block(self) -> tuple[NDArray[np.int32], ...]:
+        """See `_HostSender`."""
+        self._ring.turn()
+        return self._fields[self._ring.place]
+
+    def send(self) -> None:
+        """To the device."""
+        self._uploads[self._ring.place].replay()
+        self._ring.consumed_here()
+
+    def send_and(self, launch: Callable[[], None]) -> None:
+        """To the device, and launch there."""
+        self._steps[self._ring.place].replay()
+        self._ring.consumed_here()
+
+
+def _captured(
+    block: torch.Tensor, pinned: torch.Tensor, launch: Callable[[], None] = lambda: None
+) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may be busy on the device
+        block.copy_(pinned[: len(block)], non_blocking=True)
+        launch()
+    return graph

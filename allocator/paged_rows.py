@@ -64,16 +64,14 @@ class PagedRows:
 
         Slots packed row after row, int64 [T].  Raises like `extend_rows`.
         """
-        lengths = self._lengths(rows)
         if new_tokens is not None:
-            return self.extend_rows(rows, lengths + new_tokens)
-        lengths += 1
-        growth = self.host.grow(rows, lengths)
-        if isinstance(growth, Shortfall):
-            return growth
+            return self.extend_rows(rows, self._lengths(rows) + new_tokens)
+        grown = self.host.grow_by_one(rows)
+        if isinstance(grown, Shortfall):
+            return grown
         new_pages = np.zeros(len(rows), np.int32)
-        new_pages[growth.takers] = growth.pages
-        return self._binding.decode(rows, lengths, new_pages)
+        new_pages[grown.takers] = grown.pages
+        return self._binding.decode(rows, grown.lengths, new_pages)
 
     def truncate_rows(self, rows: RowArray, lengths: RowArray, fences: Sequence[int]) -> None:
         """Cut rows to `lengths[i]` tokens; whole pages beyond are free once step `fences[i]` is settled (-1: now).

@@ -14,7 +14,8 @@ IntArray = NDArray[np.int32]
 class PinnedRing:
     """Blocks of pinned host memory (int32), used in turn; one is rewritten only after the device has consumed it.
 
-    An event costs as much as the copy it stands behind, so there is one for each half of the ring, not for each block.
+    An event costs as much as the copy it stands behind, so there is one for each half of the ring, not for each block;
+    hence all uploads of one ring go to one stream.
     """
 
     def __init__(self, blocks: int = 8) -> None:
@@ -22,26 +23,27 @@ class PinnedRing:
         self._arrays: list[IntArray] = [block.numpy() for block in self._blocks]
         self._half = blocks // 2
         self._consumed: list[torch.cuda.Event | None] = [None, None]
-        self._turn = -1
+        self.place = -1  # of the block given out last
+
+    def turn(self) -> None:
+        """On to the next block; waits for the device only when it is half a round behind."""
+        self.place = (self.place + 1) % len(self._blocks)
+        if self.place % self._half == 0 and (event := self._consumed[self.place // self._half]) is not None:
+            event.synchronize()
 
     def next(self, length: int) -> tuple[torch.Tensor, IntArray]:
-        """The next block, of at least `length` numbers, as a tensor and as the array that shares its memory.
-
-        Waits for the device only when it is half a round behind.
-        """
-        self._turn = (self._turn + 1) % len(self._blocks)
-        if self._turn % self._half == 0 and (event := self._consumed[self._turn // self._half]) is not None:
-            event.synchronize()
-        if len(self._arrays[self._turn]) < length:
+        """The next block, of at least `length` numbers, as a tensor and as the array that shares its memory."""
+        self.turn()
+        if len(self._arrays[self.place]) < length:
             block = torch.empty(max(_LEAST, 2 * length), dtype=torch.int32, pin_memory=True)
-            self._blocks[self._turn], self._arrays[self._turn] = block, block.numpy()
-        return self._blocks[self._turn], self._arrays[self._turn]
+            self._blocks[self.place], self._arrays[self.place] = block, block.numpy()
+        return self._blocks[self.place], self._arrays[self.place]
 
     def consumed_here(self) -> None:
         """The block given out last is free once the current stream has come this far."""
-        if (self._turn + 1) % self._half:
+        if (self.place + 1) % self._half:
             return
-        half = self._turn // self._half
+        half = self.place // self._half
         event = self._consumed[half]
         if event is None:
             event = self._consumed[half] = torch.cuda.Event()  # type: ignore[no-untyped-call]

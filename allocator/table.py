@@ -133,13 +133,17 @@ class RequestTable:
 
     def require_held(self, rows: RowArray) -> None:
         """Raise DoubleFree or InvalidArgument unless `rows` are distinct rows in use."""
+        self.index_of_held(rows)
+
+    def index_of_held(self, rows: RowArray) -> NDArray[np.intp]:
+        """`rows` as numpy indexes with them.  Raises as `require_held`."""
         count, at = len(rows), rows.astype(np.intp)
         # Below 0 is huge without a sign. `count_nonzero`, because `all` takes ten times as long for a few.
         if np.count_nonzero(at.view(np.uintp) < self.max_rows) == count:
             order = counting(count)
             self._mark[at] = order
             if np.count_nonzero(self._held[at]) == count == np.count_nonzero(self._mark[at] == order):
-                return
+                return at
         if len(rows) and (rows.min() < 0 or rows.max() >= self.max_rows):
             raise InvalidArgument(f"rows run from 0 to {self.max_rows - 1}; got {rows.tolist()[:8]}")
         raise DoubleFree(f"rows {rows.tolist()[:8]} are not all in use, or one is named twice")
