@@ -45,6 +45,8 @@ class RequestTable:
         self._free = list(range(max_rows - 1, -1, -1))  # a stack: low rows first
         self._waiting: list[tuple[int, list[int]]] = []  # (fence, rows)
         self._quarantined = 0
+        self._checked: RowArray | None = None  # rows that are known to be held, and distinct
+        self._checked_index = np.empty(0, np.intp)
         self._settled = -1
 
     @property
@@ -73,6 +75,7 @@ class RequestTable:
             return None
         row = self._free.pop()
         self._held[row] = True
+        self._checked = None
         return row
 
     def append(self, rows: RowArray, counts: RowArray, pages: PageArray) -> None:
@@ -114,6 +117,7 @@ class RequestTable:
         self.page_counts[rows] = 0
         self.lengths[rows] = 0
         self._held[rows] = False
+        self._checked = None
         if fence <= self._settled:
             self._free += rows.tolist()
         else:
@@ -136,13 +140,21 @@ class RequestTable:
         self.index_of_held(rows)
 
     def index_of_held(self, rows: RowArray) -> NDArray[np.intp]:
-        """`rows` as numpy indexes with them.  Raises as `require_held`."""
+        """`rows` as numpy indexes with them.  Raises as `require_held`.
+
+        An array that nobody can write is looked at once for as long as no row comes or goes: in a decode loop the same
+        rows are named step after step.
+        """
+        if rows is self._checked:
+            return self._checked_index
         count, at = len(rows), rows.astype(np.intp)
         # Below 0 is huge without a sign. `count_nonzero`, because `all` takes ten times as long for a few.
         if np.count_nonzero(at.view(np.uintp) < self.max_rows) == count:
             order = counting(count)
             self._mark[at] = order
             if np.count_nonzero(self._held[at]) == count == np.count_nonzero(self._mark[at] == order):
+                if rows.base is None and not rows.flags.writeable:
+                    self._checked, self._checked_index = rows, at
                 return at
         if len(rows) and (rows.min() < 0 or rows.max() >= self.max_rows):
             raise InvalidArgument(f"rows run from 0 to {self.max_rows - 1}; got {rows.tolist()[:8]}")

@@ -15,7 +15,7 @@ from kvloom.allocator.table import RowArray
 DECODE_ROWS = (1, 64, 256, 1024, 4096)
 RETIRED = ((64, 4096), (256, 1024))
 START = 512  # tokens of the rows that decode, more or less
-STEPS = 1100  # that they can take
+STEPS = 1300  # that they can take
 
 
 def crowd(device: torch.device, page_size: int, rows_n: int, seq_len: int, pages: int | None = None) -> PagedRows:
@@ -38,7 +38,9 @@ def decoding(device: torch.device, page_size: int, rows_n: int) -> tuple[PagedRo
     """Rows that decode: their lengths spread over a page, so that one in `page_size` enters a new one each step."""
     rows = crowd(device, page_size, rows_n, START + STEPS)
     lengths = START - np.arange(rows_n, dtype=np.int32) % page_size
-    return rows, opened(rows, lengths.astype(np.int32))
+    mine = opened(rows, lengths.astype(np.int32))
+    mine.setflags(write=False)  # the same rows in each step, as a scheduler has them
+    return rows, mine
 
 
 def reopen(rows: PagedRows, mine: RowArray) -> None:

@@ -232,3 +232,24 @@ def test_check_finds_damaged_books(damage: Callable[[RequestTable], None]) -> No
     damage(table)
     with pytest.raises(BrokenInvariant):
         table.check()
+
+
+def test_frozen_rows_are_looked_at_again_when_rows_come_or_go() -> None:
+    table = RequestTable(4, 3)
+    assert [table.open() for _ in range(3)] == [0, 1, 2]
+    rows = ints(0, 1, 2)
+    rows.setflags(write=False)
+    for _ in range(2):
+        assert table.index_of_held(rows).tolist() == [0, 1, 2]
+    table.close(ints(1), -1)
+    with pytest.raises(DoubleFree):
+        table.index_of_held(rows)
+    assert table.open() == 1
+    assert table.index_of_held(rows).tolist() == [0, 1, 2]
+    view = np.arange(3, dtype=np.int32)[:2]
+    view.setflags(write=False)
+    table.index_of_held(view)
+    assert view.base is not None
+    view.base[0] = 3  # a view can change under our eyes
+    with pytest.raises(DoubleFree):
+        table.index_of_held(view)
