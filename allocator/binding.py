@@ -47,7 +47,8 @@ def extension(
         "rows": rows,
         "prefix_lens": prefix_lens,
         "seq_lens": seq_lens,
-        "new_pages": table.pages[np.repeat(rows, counts), spans(first, counts)],
+        # As one row of numbers: numpy takes three times as long to index with two.
+        "new_pages": table.pages.reshape(-1)[spans(first + rows * np.int64(table.max_pages), counts)],
         "page_start": starts(counts),
         "token_start": starts(seq_lens - prefix_lens),
     }

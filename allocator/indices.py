@@ -51,14 +51,18 @@ def page_count(tokens: NDArray[IntT], page_size: int) -> NDArray[IntT]:
 def starts(counts: NDArray[np.integer]) -> NDArray[np.int32]:
     """Exclusive cumulative sum with the total at the end: int32 [N + 1]."""
     out = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=out[1:])
+    counts.cumsum(out=out[1:])
     return out
 
 
-@lru_cache(maxsize=64)
 def counting(count: int) -> NDArray[np.int32]:
     """0, 1, .. count - 1; shared, hence read-only."""
-    array = np.arange(count, dtype=np.int32)
+    return _counting_below(count.bit_length())[:count]
+
+
+@lru_cache(maxsize=32)
+def _counting_below(bits: int) -> NDArray[np.int32]:
+    array = np.arange(2**bits, dtype=np.int32)
     array.setflags(write=False)
     return array
 
@@ -73,7 +77,7 @@ def constant(count: int, value: int) -> NDArray[np.int32]:
 
 def spans(first: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
     """first[0], first[0] + 1, .. (counts[0] of them), first[1], ..: int64 [sum(counts)]."""
-    begins = np.cumsum(counts) - counts
-    out = np.arange(int(counts.sum()), dtype=np.int64)
-    out += np.repeat(first - begins, counts)
-    return out
+    ends = counts.cumsum()
+    out = np.repeat(first - ends + counts, counts)
+    out += counting(len(out))
+    return out.astype(np.int64, copy=False)

@@ -228,6 +228,15 @@ class KVMemory:
             evicted={},
         )
 
+    def __str__(self) -> str:
+        """Who holds what."""
+        return str(self.statistics())
+
+    def holders(self) -> dict[int, int]:
+        """How many pages each row in use holds, shared ones counted for each."""
+        rows = np.flatnonzero(self.table.page_counts)
+        return dict(zip(rows.tolist(), self.table.page_counts[rows].tolist(), strict=True))
+
     def check(self) -> None:
         """Raise BrokenInvariant unless the books balance: one state per page, each held page in its row's line."""
         self._rows.check()

@@ -40,6 +40,19 @@ class PoolStatistics(NamedTuple):
     sorts: int
     slack_tokens: int = 0
 
+    @property
+    def fragmentation(self) -> float:
+        """The part of the slots in held pages that holds no token, 0 to 1: what pages cost against single slots."""
+        return self.slack_tokens / (self.held * self.page_size) if self.held else 0.0
+
+    def __str__(self) -> str:
+        """Who has the pages, in one line."""
+        return (
+            f"pool {self.pool!r} of {self.capacity} pages of {self.page_size}: {self.free} free, {self.held} held by "
+            f"requests (at most {self.peak_held} so far; {self.slack_tokens} slots unused), {self.cached} by the "
+            f"prefix cache, {self.quarantined} waiting for a step in flight"
+        )
+
 
 class MemoryStatistics(NamedTuple):
     """All pools, and the request table's rows; `evicted` counts prefix-cache pages by (pool, reason)."""
@@ -49,3 +62,8 @@ class MemoryStatistics(NamedTuple):
     rows_held: int
     rows_quarantined: int
     evicted: Mapping[tuple[str, str], int]
+
+    def __str__(self) -> str:
+        """Who has what, a line for each pool and one for the rows."""
+        rows = f"{self.rows_held} of {self.rows_capacity} rows held, {self.rows_quarantined} waiting"
+        return "; ".join((*map(str, self.pools.values()), rows))

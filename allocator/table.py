@@ -84,7 +84,8 @@ class RequestTable:
         if len(pages) == len(rows):  # one each, as in a decode step
             self.pages[rows, before] = pages
         else:
-            self.pages[np.repeat(rows, counts), spans(before, counts)] = pages
+            # As one row of numbers: numpy takes three times as long to index with two.
+            self.pages.reshape(-1)[spans(before + rows * np.int64(self.max_pages), counts)] = pages
         self.page_counts[rows] = before + counts
 
     def pages_of(self, rows: RowArray, skip: RowArray | None = None) -> tuple[PageArray, RowArray]:

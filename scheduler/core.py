@@ -295,5 +295,5 @@ class SchedulerCore:
             statistics = self.statistics()
             raise BrokenInvariant(
                 f"{statistics.waiting + statistics.preempted} requests wait, {len(self._rows.order)} run, "
-                "nothing is in flight, and none can go on: is the memory used by somebody else?"
+                f"nothing is in flight, and none can go on; does somebody else use the memory?  {self._memory}"
             )

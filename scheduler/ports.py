@@ -23,7 +23,10 @@ Match = Any
 
 
 class Memory(Protocol):
-    """KV memory as the core sees it.  All or nothing: a verb that answers with a shortage has changed nothing."""
+    """KV memory as the core sees it.  All or nothing: a verb that answers with a shortage has changed nothing.
+
+    Its text (`str`) says who holds what, for messages.
+    """
 
     @property
     def max_rows(self) -> int: ...

@@ -372,3 +372,20 @@ def test_a_plan_beyond_what_was_reserved_is_refused() -> None:
     row = admitted(memory, 3)
     with pytest.raises(InvalidArgument, match=f"row {row} up to token 9; 3 are reserved"):  # else: the dump page
         memory.bind(Step(0, ints(row), ints(0), ints(9), 0, ints(*range(9)), ints(0)))
+
+
+def test_the_report_says_who_holds_what() -> None:
+    memory = KVMemory(capacity_tokens=64, page_size=4, max_rows=8)
+    first, second = admitted(memory, 6), admitted(memory, 4)
+    memory.release([admitted(memory, 9)], [5])
+    report = memory.statistics()
+    pool = report.pools["full"]
+    assert memory.holders() == {first: 2, second: 1}
+    assert (pool.held, pool.quarantined, pool.peak_held, pool.slack_tokens) == (3, 3, 6, 2)
+    assert pool.fragmentation == 2 / 12
+    assert str(report) == (
+        "pool 'full' of 16 pages of 4: 10 free, 3 held by requests (at most 6 so far; 2 slots unused), 0 by the prefix "
+        "cache, 3 waiting for a step in flight; 2 of 8 rows held, 1 waiting"
+    )
+    memory.release([first, second], [-1, -1])
+    assert memory.statistics().pools["full"].fragmentation == 0

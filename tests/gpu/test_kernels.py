@@ -98,7 +98,7 @@ def test_nothing_synchronises(kernels: Kernels, cuda: torch.device) -> None:
         pool.get_kv_buffer(0)
 
 
-def test_300_shapes_compile_nothing_new(kernels: Kernels, cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_500_shapes_compile_nothing_new(kernels: Kernels, cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """By our own count and by Triton's."""
     import triton
 
@@ -106,7 +106,7 @@ def test_300_shapes_compile_nothing_new(kernels: Kernels, cuda: torch.device, mo
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
     before = warm_up(cuda, INDEX_DTYPES)
     rng = random.Random(0)
-    for _ in range(300):
+    for _ in range(500):
         page_size, rows, longest = rng.choice((1, 2, 3, 16, 24, 64)), rng.randint(1, 130), rng.choice((1, 16, 60))
         index_dtype = rng.choice(INDEX_DTYPES)
         extending = Run(grow(page_size, random_lengths(rng, page_size, rows, longest)), cuda, index_dtype)

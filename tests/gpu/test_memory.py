@@ -7,6 +7,7 @@ import torch
 from kvloom.allocator import KVMemory
 from tests.allocator.books import ints
 from tests.allocator.test_memory import Step
+from tests.gpu.test_kernels import no_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,12 +24,9 @@ def test_every_field_of_a_batch_is_there_without_a_wait() -> None:
     memory = KVMemory(capacity_tokens=256, device=torch.device("cuda", 0), needs=frozenset({"page_table"}))
     row = memory.admit(memory.match(np.zeros(0, np.int32)), 20)
     assert row is not None
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         batch = memory.bind(Step(0, ints(row), ints(0), ints(20), 0, ints(*range(20)), ints(0)))
         tensors = {name: getattr(batch, name) for name in FIELDS}
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for name, tensor in tensors.items():
         assert tensor.is_cuda
         assert tensor.tolist() == getattr(batch.host, name).tolist(), name

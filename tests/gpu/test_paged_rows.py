@@ -7,6 +7,7 @@ import torch
 from kvloom.allocator import DecodeStep, MHATokenToKVPool, PagedRows, PagedTokenToKVPoolAllocator, RequestTable
 from kvloom.allocator.reports import Shortfall
 from tests.allocator.books import ints
+from tests.gpu.test_kernels import no_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,8 +49,7 @@ def test_random_verbs_as_on_the_cpu(page_size: int) -> None:
     got: list[torch.Tensor | Shortfall]
     for step in range(300):
         verb = draw.choice(["open", "extend", "decode", "several", "truncate", "fork", "release", "settle"])
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             if verb == "open" or not live:
                 new = [rows.open_rows(1) for rows in both]
                 if not isinstance(new[0], Shortfall):
@@ -84,8 +84,6 @@ def test_random_verbs_as_on_the_cpu(page_size: int) -> None:
                 for rows in both:
                     rows.settle(step)
                 continue
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         kinds.add(verb)
         same(*got)
         table_matches(cuda)
@@ -103,11 +101,8 @@ def test_a_fork_copies_the_half_filled_page() -> None:
     assert storage is not None
     values = torch.arange(1.0, 7.0, device="cuda").view(-1, 1, 1)
     storage.set_kv_buffer(0, slots, values, -values)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         forks = rows.fork_row(int(mine[0]), 2)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not isinstance(forks, Shortfall)
     for fork in forks.tolist():
         pages = rows.table.device_pages[fork, :2].long()
@@ -138,12 +133,9 @@ def test_the_decode_step_in_a_graph_with_what_follows_it() -> None:
     for _ in range(40):
         some = draw.permutation(8)[: draw.integers(1, 9)].astype(np.int32)
         expected = cpu.decode_rows(some)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             shortfall = step.plan(some)
             graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert shortfall is None
         assert not isinstance(expected, Shortfall)
         assert step.out_loc.tolist() == expected.tolist() + [0] * (8 - len(some))
