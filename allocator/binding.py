@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from kvloom.allocator.batch import HostArrays
 from kvloom.allocator.indices import page_count, spans, starts
 from kvloom.allocator.kernels import Kernels, host_kernels, kernels_for, warm_up
+from kvloom.allocator.ring import PageArray
 from kvloom.allocator.staging import Staging
 from kvloom.allocator.table import RequestTable, RowArray
 
 Tensors = dict[str, torch.Tensor]
 IntArray = NDArray[np.int32]
+NO_PAGES: PageArray = np.empty(0, np.int32)
 
 
 class Binding(Protocol):
@@ -27,8 +29,8 @@ class Binding(Protocol):
     def slots(self, host: HostArrays, decode_rows: int) -> tuple[torch.Tensor, Tensors]:
         """Slots of a step's tokens (int64 [T]), and the tensors that are on the device by now."""
 
-    def extend(self, rows: RowArray, prefix_lens: IntArray, seq_lens: IntArray) -> torch.Tensor:
-        """Slots of the tokens by which rows grow, packed row after row (int64 [T])."""
+    def extend(self, rows: RowArray, prefix_lens: IntArray, seq_lens: IntArray, taken: PageArray) -> torch.Tensor:
+        """Slots of the tokens by which rows grow, packed row after row (int64 [T]); `taken` are pages just taken."""
 
     def decode(self, rows: RowArray, seq_lens: IntArray, new_pages: IntArray) -> torch.Tensor:
         """The slot of each row's newest token (int64 [R]); `new_pages[i]` is the page it enters with that, else 0."""
@@ -38,18 +40,29 @@ class Binding(Protocol):
 
 
 def extension(
-    table: RequestTable, page_size: int, rows: RowArray, prefix_lens: IntArray, seq_lens: IntArray
+    table: RequestTable,
+    page_size: int,
+    rows: RowArray,
+    prefix_lens: IntArray,
+    seq_lens: IntArray,
+    taken: PageArray = NO_PAGES,
 ) -> dict[str, IntArray]:
-    """What `Kernels.extend_rows` wants to know of rows that grow, by the names of its arguments."""
+    """What `Kernels.extend_rows` wants to know of rows that grow, by the names of its arguments.
+
+    The rows' new pages are `taken`, unless some were theirs before; then the table knows.
+    """
     first = page_count(prefix_lens, page_size)
     counts = page_count(seq_lens, page_size) - first
+    page_start = starts(counts)
+    if page_start[-1] != len(taken):
+        # As one row of numbers: numpy takes three times as long to index with two.
+        taken = table.pages.reshape(-1)[spans(first + rows * np.int64(table.max_pages), counts)]
     return {
         "rows": rows,
         "prefix_lens": prefix_lens,
         "seq_lens": seq_lens,
-        # As one row of numbers: numpy takes three times as long to index with two.
-        "new_pages": table.pages.reshape(-1)[spans(first + rows * np.int64(table.max_pages), counts)],
-        "page_start": starts(counts),
+        "new_pages": taken,
+        "page_start": page_start,
         "token_start": starts(seq_lens - prefix_lens),
     }
 
@@ -72,9 +85,9 @@ class HostBinding:
         """See `Binding`."""
         return self._slots_at(rows, seq_lens - np.int32(1))
 
-    def extend(self, rows: RowArray, prefix_lens: IntArray, seq_lens: IntArray) -> torch.Tensor:
+    def extend(self, rows: RowArray, prefix_lens: IntArray, seq_lens: IntArray, taken: PageArray) -> torch.Tensor:
         """See `Binding`."""
-        arrays = extension(self._table, self._page_size, rows, prefix_lens, seq_lens)
+        arrays = extension(self._table, self._page_size, rows, prefix_lens, seq_lens, taken)
         out = torch.empty(int(arrays["token_start"][-1]), dtype=torch.int64)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         host_kernels.extend_rows(self._table.device_pages, **tensors, out=out, page_size=self._page_size)
@@ -122,9 +135,9 @@ class DeviceBinding:
             len(host.token_ids),
         )
 
-    def extend(self, rows: RowArray, prefix_lens: IntArray, seq_lens: IntArray) -> torch.Tensor:
+    def extend(self, rows: RowArray, prefix_lens: IntArray, seq_lens: IntArray, taken: PageArray) -> torch.Tensor:
         """See `Binding`."""
-        arrays = extension(self._table, self._page_size, rows, prefix_lens, seq_lens)
+        arrays = extension(self._table, self._page_size, rows, prefix_lens, seq_lens, taken)
         out = torch.empty(int(arrays["token_start"][-1]), dtype=torch.int64, device=self._device)
         sent = self._staging.upload(arrays)
         self._kernels.extend_rows(self._table.device_pages, **sent, out=out, page_size=self._page_size)

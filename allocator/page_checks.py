@@ -29,14 +29,13 @@ class PageChecks:
         elif not 0 <= holders <= CALLER:
             raise InvalidArgument(f"pool {self._pool!r}: holder {holders}; holders are numbers from 0 to {CALLER}")
 
-    def in_pool(self, pages: PageArray) -> Index:
-        """The pages as an index.  Raises InvalidArgument or ForeignPage unless all are pages of this pool."""
+    def in_pool(self, pages: PageArray) -> None:
+        """Raises InvalidArgument or ForeignPage unless all are pages of this pool."""
         if pages.ndim != 1 or pages.dtype.kind not in "iu":
             raise InvalidArgument(f"pages must be a flat row of whole numbers, got {pages.dtype} of {pages.shape}")
         if len(pages) and (np.minimum.reduce(pages) < 1 or np.maximum.reduce(pages) > self._pages):
             wrong = pages[(pages < 1) | (pages > self._pages)]
             raise ForeignPage(f"pool {self._pool!r} has pages 1 to {self._pages}; got {wrong[:8].tolist()}")
-        return pages.astype(np.intp)  # once: numpy would do it for each look-up, at three times the price
 
     def held(self, holder: NDArray[np.int32], holders: Holders, pages: PageArray) -> Index:
         """The pages as an index.  Raises ForeignPage or DoubleFree unless each is held by its holder."""
@@ -45,7 +44,12 @@ class PageChecks:
 
     def state(self, holder: NDArray[np.int32], wanted: Holders, pages: PageArray) -> Index:
         """The same, where `wanted` may be a state."""
-        index = self.in_pool(pages)
+        self.in_pool(pages)
+        return self.of_holders(holder, wanted, pages)
+
+    def of_holders(self, holder: NDArray[np.int32], wanted: Holders, pages: PageArray) -> Index:
+        """The same for pages that are known to be in the pool."""
+        index = pages.astype(np.intp)  # once: numpy would do it for each look-up, at three times the price
         wrong = holder[index] != wanted
         if np.count_nonzero(wrong):
             culprits = pages[wrong]

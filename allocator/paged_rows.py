@@ -56,8 +56,10 @@ class PagedRows:
         prefix_lens = self._lengths(rows)
         if len(seq_lens) != len(rows) or (seq_lens < prefix_lens).any():
             raise InvalidArgument(f"rows of {prefix_lens[:8].tolist()} tokens cannot grow to {seq_lens[:8].tolist()}")
-        shortfall = self.host.reserve(rows, seq_lens)
-        return shortfall or self._binding.extend(rows, prefix_lens, seq_lens)
+        growth = self.host.grow(rows, seq_lens)
+        if isinstance(growth, Shortfall):
+            return growth
+        return self._binding.extend(rows, prefix_lens, seq_lens, growth.pages)
 
     def decode_rows(self, rows: RowArray, new_tokens: RowArray | None = None) -> torch.Tensor | Shortfall:
         """One more token for each row, or `new_tokens[i]` of them (as when drafts are verified).

@@ -115,9 +115,9 @@ class PageLedger:
         self._take_back(pages, self._distinct_held(pages, holders), reason, fence, front)
 
     def release_lines(self, pages: PageArray, holders: NDArray[np.int32], *, reason: str, fence: int) -> None:
-        """`release` for pages of a request table's lines, which are distinct as the table has them."""
+        """`release` for pages of a request table's lines, which come from here: distinct, and in the pool."""
         if len(pages):
-            index = self._checks.held(self._books.holder, holders, pages)
+            index = self._checks.of_holders(self._books.holder, holders, pages)
             self._take_back(pages, index, reason, fence, front=True)
 
     def settle(self, step: int) -> None:
@@ -201,7 +201,8 @@ class PageLedger:
 
     def holders_of(self, pages: PageArray) -> NDArray[np.int32]:
         """Who has each page: a holder's number, or FREE, QUARANTINED, CACHED, DUMP.  Raises ForeignPage."""
-        return self._books.holder[self._checks.in_pool(pages)]
+        self._checks.in_pool(pages)
+        return self._books.holder[pages]
 
     def require_held(self, pages: PageArray, holders: Holders = CALLER) -> None:
         """Raise ForeignPage or DoubleFree unless each page is held by its holder and none is named twice."""
@@ -209,7 +210,8 @@ class PageLedger:
 
     def distinct(self, pages: PageArray) -> PageArray:
         """`pages` in order, each only where it comes first; O(pages).  Raises ForeignPage."""
-        return pages[self._checks.firsts(self._checks.in_pool(pages))]
+        self._checks.in_pool(pages)
+        return pages[self._checks.firsts(pages.astype(np.intp))]
 
     def free_list(self) -> PageArray:
         """All free pages in the order in which they would be taken without a merge, then the released ones; O(free)."""

@@ -80,8 +80,11 @@ class RowAllocator:
         takers = (lengths > counts * size).nonzero()[0]
         growth = NO_GROWTH
         if len(takers):  # few rows in most steps: what follows is for them alone
-            some, have = rows[takers], counts[takers]
-            need = page_count(lengths[takers], size) - have
+            everyone = len(takers) == len(rows)  # as when prompts come in
+            some, have, wanted = (
+                (rows, counts, lengths) if everyone else (rows[takers], counts[takers], lengths[takers])
+            )
+            need = page_count(wanted, size) - have
             if np.maximum.reduce(have + need) > table.max_pages:
                 raise InvalidArgument(f"a row of {lengths.max()} tokens; the table has {table.max_pages} pages a row")
             table.require_held(some)

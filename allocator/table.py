@@ -94,12 +94,16 @@ class RequestTable:
         The first `skip[i]` of each row, if given, are left out.
         """
         counts = self.page_counts[rows]
-        place = np.arange(int(counts.max(initial=0)))
+        width = int(np.maximum.reduce(counts, initial=0))
+        pages = self.pages[rows, :width]
+        if skip is None and np.count_nonzero(counts == width) == len(rows):  # as when one row leaves
+            return pages.reshape(-1), np.repeat(rows, counts)
+        place = counting(width)
         taken = place < counts[:, None]
         if skip is not None:
             taken &= place >= skip[:, None]
             counts = counts - skip
-        return self.pages[rows, : len(place)][taken], np.repeat(rows, counts)
+        return pages[taken], np.repeat(rows, counts)
 
     def cut(self, rows: RowArray, counts: RowArray) -> None:
         """Forget the page ids of `rows` behind the first `counts[i]`."""

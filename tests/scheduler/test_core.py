@@ -341,9 +341,7 @@ def test_memory_that_somebody_else_uses_is_told(drive: Drive) -> None:
     driven = drive(pages=4)
     taken = driven.memory.admit(driven.memory.match(np.array([1], np.int32)), 16)
     driven.add("a", 4)
-    with pytest.raises(
-        BrokenInvariant, match=r"use the memory\?  pool 'full' of 4 pages .*: 0 free, 4 held"
-    ):
+    with pytest.raises(BrokenInvariant, match=r"use the memory\?  pool 'full' of 4 pages .*: 0 free, 4 held"):
         driven.core.plan(driven.now)
     assert taken is not None
     driven.memory.release([taken], [-1])
