@@ -63,6 +63,10 @@ class BaseTokenToKVPoolAllocator(ABC):
         self.num_pages = size // page_size
         self.ledger = PageLedger(self.num_pages, pool=pool, page_size=page_size, need_sort=need_sort)
         self._kvcache = kvcache
+        if kvcache is not None and (kvcache.size < size or kvcache.page_size != page_size):
+            raise InvalidArgument(
+                f"a storage of {kvcache.size} tokens on pages of {kvcache.page_size} for {size} on pages of {page_size}"
+            )
         self._kernels = kernels_for(self.device)
         self._staging = Staging(self.device)
         self._group: object | None = None  # the open free group; each is an object of its own
@@ -147,10 +151,12 @@ class BaseTokenToKVPoolAllocator(ABC):
         not older ones.  No launch that is still to run may use pages taken since.
         Raises StaleState for a state of another allocator, one that has been restored already, one taken after a state
         that has been restored since, one from before a `clear`, or when pages that were held then have been given back
-        since; GroupMisuse in a free group that was not open then.  Changes nothing when it raises.
+        since; GroupMisuse in a free group that was not open then; ForeignPage while rows of a request table hold pages.
+        Changes nothing when it raises.
         """
         if not isinstance(state, AllocatorState) or state.owner is not self:
             raise StaleState(f"not a state of this {type(self).__name__}")
+        self._require_no_rows()
         saved = tuple(zip(self._ledgers(), state.ledgers, strict=True))
         for ledger, then in saved:
             ledger.require_restorable(then)
@@ -162,7 +168,11 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._load_extra(state.extra)
 
     def clear(self) -> None:
-        """As new: everything free, no open group.  No state outlives this."""
+        """As new: everything free, no open group.  No state outlives this.
+
+        Raises ForeignPage while rows of a request table hold pages, which would not hear of it.
+        """
+        self._require_no_rows()
         self._group = None
         for ledger in self._ledgers():
             ledger.clear()
@@ -183,6 +193,11 @@ class BaseTokenToKVPoolAllocator(ABC):
             f"{type(self).__name__}: size={self.size} page_size={self.page_size} available={self.available_size()} "
             f"held={report.held * self.page_size} leaving={report.quarantined * self.page_size}"
         )
+
+    def _require_no_rows(self) -> None:
+        for ledger in self._ledgers():
+            if pages := ledger.pages_of_rows():
+                raise ForeignPage(f"pool {ledger.pool!r}: {pages} pages belong to rows of a request table")
 
     def _storage(self) -> KVCache:
         if self._kvcache is None:

@@ -15,7 +15,7 @@ from kvloom.allocator.batch import HostArrays
 from kvloom.allocator.indices import page_count, spans, starts
 from kvloom.allocator.kernels import Kernels, host_kernels, kernels_for, warm_up
 from kvloom.allocator.ring import PageArray
-from kvloom.allocator.staging import Staging
+from kvloom.allocator.staging import Staging, shared
 from kvloom.allocator.table import RequestTable, RowArray
 
 Tensors = dict[str, torch.Tensor]
@@ -89,7 +89,7 @@ class HostBinding:
         """See `Binding`."""
         arrays = extension(self._table, self._page_size, rows, prefix_lens, seq_lens, taken)
         out = torch.empty(int(arrays["token_start"][-1]), dtype=torch.int64)
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        tensors = {name: shared(array) for name, array in arrays.items()}
         host_kernels.extend_rows(self._table.device_pages, **tensors, out=out, page_size=self._page_size)
         return out
 

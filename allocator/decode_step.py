@@ -27,11 +27,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.indices import Ints, int32s, whole
 from kvloom.allocator.kernels import kernels_for, warm_up
 from kvloom.allocator.reports import Shortfall
 from kvloom.allocator.rows import RowAllocator
 from kvloom.allocator.staging import PinnedRing
-from kvloom.allocator.table import RowArray
 
 BLOCKS = 8  # uploads that may be on their way
 
@@ -49,8 +49,11 @@ class DecodeStep:
     """
 
     def __init__(self, rows: RowAllocator, max_rows: int) -> None:
+        max_rows = whole("max_rows", max_rows)
         if max_rows < 1:
             raise InvalidArgument(f"max_rows={max_rows} must be at least 1")
+        if rows.table.device_pages.device.type not in ("cpu", "cuda"):
+            raise InvalidArgument(f"a DecodeStep is for the CPU and CUDA, not for {rows.table.device_pages.device}")
         self.max_rows = max_rows
         self._rows = rows
         self._table = rows.table.device_pages
@@ -64,22 +67,16 @@ class DecodeStep:
         self.seq_lens.fill_(1)
         self._sender = _GraphSender(self._block, self.launch) if device.type == "cuda" else _HostSender(self._block)
 
-    def plan(self, rows: RowArray) -> Shortfall | None:
+    def plan(self, rows: Ints) -> Shortfall | None:
         """Reserve one more token for each of the distinct `rows` (int32) and send what `launch` needs; None when done.
 
         Short of pages nothing has changed.  Raises InvalidArgument or DoubleFree and changes nothing.
         """
-        shortfall = self._fill(rows)
-        if shortfall is None:
-            self._sender.send()
-        return shortfall
+        return self._sent(rows, self._sender.send)
 
-    def run(self, rows: RowArray) -> Shortfall | None:
+    def run(self, rows: Ints) -> Shortfall | None:
         """`plan` and `launch` in one go; `out_loc` is valid until the next step.  Raises like `plan`."""
-        shortfall = self._fill(rows)
-        if shortfall is None:
-            self._sender.send_and(self.launch)
-        return shortfall
+        return self._sent(rows, lambda: self._sender.send_and(self.launch))
 
     def launch(self) -> None:
         """Fill `out_loc` and enter new pages in the device's table.  One kernel; may be captured."""
@@ -87,7 +84,8 @@ class DecodeStep:
             self._table, self.row_slot, self.seq_lens, self.new_pages, self.out_loc, self._rows.page_size
         )
 
-    def _fill(self, rows: RowArray) -> Shortfall | None:
+    def _sent(self, given: Ints, send: Callable[[], None]) -> Shortfall | None:
+        rows = int32s("rows", given)
         used = len(rows)
         if used > self.max_rows:
             raise InvalidArgument(f"{used} rows in a step of at most {self.max_rows}")
@@ -100,6 +98,8 @@ class DecodeStep:
             row_slot[used:], seq_lens[used:] = self._rows.table.pad_row, 1
         new_pages.fill(0)
         new_pages[grown.takers] = grown.pages
+        with self._rows.undone_on_error(rows, grown.lengths - np.int32(1)):
+            send()
         return None
 
 
@@ -125,7 +125,7 @@ class _GraphSender:
     """A small graph for each pinned block: replaying it costs a third of the copy that it makes."""
 
     def __init__(self, block: torch.Tensor, launch: Callable[[], None]) -> None:
-        self._ring = PinnedRing(BLOCKS)
+        self._ring = PinnedRing(block.device, BLOCKS, BLOCKS // 2)
         self._fields: list[tuple[NDArray[np.int32], ...]] = []
         self._uploads: list[torch.cuda.CUDAGraph] = []
         self._steps: list[torch.cuda.CUDAGraph] = []
@@ -155,7 +155,8 @@ def _captured(
     block: torch.Tensor, pinned: torch.Tensor, launch: Callable[[], None] = lambda: None
 ) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may be busy on the device
+    # thread_local: other threads may be busy on the device.
+    with torch.cuda.device(block.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         block.copy_(pinned[: len(block)], non_blocking=True)
         launch()
     return graph

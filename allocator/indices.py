@@ -30,7 +30,19 @@ def host_ints(name: str, values: Ints) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidArgument(f"{name} must be a flat row of whole numbers, got {array.dtype} of shape {array.shape}")
+    if array.dtype.kind == "u" and array.max() >= 2**63:
+        raise InvalidArgument(f"{name}: {array.max()} is no number of 64 bits with a sign")
     return array.astype(np.int64)
+
+
+def int32s(name: str, values: Ints) -> NDArray[np.int32]:
+    """`values` as a row of int32 [N] in one piece; the array itself where it is one.  Raises as `host_ints`."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1 and values.flags.c_contiguous:
+        return np.asarray(values, np.int32)
+    array = host_ints(name, values)
+    if len(array) and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise InvalidArgument(f"{name}: {array.min()} to {array.max()} are no numbers of 32 bits")
+    return array.astype(np.int32)
 
 
 def whole(name: str, value: int) -> int:

@@ -14,7 +14,7 @@ from kvloom.allocator.batch import Batch, HostArrays
 from kvloom.allocator.binding import binding_for
 from kvloom.allocator.devices import device_of
 from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
-from kvloom.allocator.indices import constant, counting, spans, starts, whole
+from kvloom.allocator.indices import constant, counting, int32s, spans, starts, whole
 from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
 from kvloom.allocator.pools import KVCache, MHATokenToKVPool
 from kvloom.allocator.ports import HasSpec, RunnerNeeds, StepPlan, TokenArray
@@ -74,7 +74,7 @@ class KVMemory:
         }  # fmt: skip
         storage = self.pools[self.pool.name]
         self.allocator = PagedTokenToKVPoolAllocator(
-            capacity_tokens, page_size, self.pool.dtype, self.device, storage, pool=self.pool.name
+            storage.size, page_size, self.pool.dtype, self.device, storage, pool=self.pool.name
         )
         self.capacity_tokens = self.allocator.num_pages * page_size
         # Tokens of the longest sequence that it can hold.
@@ -150,6 +150,7 @@ class KVMemory:
         """
         if match.tokens:
             raise InvalidArgument("this memory cannot reuse a cached prefix yet")
+        length, spare = whole("length", length), whole("spare", spare)
         pages = self._rows.pages_for(length)
         if length < 0 or spare < 0 or pages > self.table.max_pages:
             raise InvalidArgument(
@@ -166,7 +167,11 @@ class KVMemory:
         return row
 
     def reserve(self, rows: RowArray, lengths: RowArray) -> Shortfall | None:
-        """Let each of the distinct `rows` hold `lengths[i]` tokens (int32).  None: done; else nothing has changed."""
+        """Let each of the distinct `rows` hold at least `lengths[i]` tokens (int32).  None: done.
+
+        When short nothing has changed.  Raises InvalidArgument or DoubleFree and changes nothing.
+        """
+        rows, lengths = int32s("rows", rows), int32s("lengths", lengths)
         return self._rows.reserve(rows, lengths, self._prefix_cache.evictable_pages)
 
     def publish(self, rows: RowArray, lengths: RowArray) -> None:
@@ -180,7 +185,7 @@ class KVMemory:
 
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
-        self._rows.release(np.asarray(rows, np.int32), fences, reason)
+        self._rows.release(int32s("rows", rows), fences, reason)
 
     def settle(self, step: int) -> None:
         """Step `step` is over: what waited for it is free."""
@@ -240,6 +245,9 @@ class KVMemory:
     def check(self) -> None:
         """Raise BrokenInvariant unless the books balance: one state per page, each held page in its row's line."""
         self._rows.check()
+        ledger = self.allocator.ledger
+        if ledger.held_pages != ledger.pages_of_rows():
+            raise BrokenInvariant(f"pool {ledger.pool!r}: somebody else has taken pages: {self}")
 
     def _host_arrays(self, plan: StepPlan) -> HostArrays:
         tokens = len(plan.token_ids)

@@ -23,10 +23,10 @@ class PageChecks:
     def holders(self, holders: Holders, count: int) -> None:
         """Raise InvalidArgument unless `holders` is the number of a holder, or `count` of them."""
         if isinstance(holders, np.ndarray):
-            wrong = holders.shape != (count,) or holders.dtype.kind not in "iu"
+            wrong = holders.shape != (count,) or holders.dtype != np.int32
             if wrong or (count and np.minimum.reduce(holders) < 0):
                 raise InvalidArgument(f"pool {self._pool!r}: {count} pages, holders {holders[:8].tolist()}")
-        elif not 0 <= holders <= CALLER:
+        elif not isinstance(holders, int | np.integer) or not 0 <= holders <= CALLER:
             raise InvalidArgument(f"pool {self._pool!r}: holder {holders}; holders are numbers from 0 to {CALLER}")
 
     def in_pool(self, pages: PageArray) -> None:

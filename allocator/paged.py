@@ -45,6 +45,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """
         tokens = whole("extend_num_tokens", extend_num_tokens)
         prefix, seq = host_ints("prefix_lens", prefix_lens), host_ints("seq_lens", seq_lens)
+        last_loc = self._flat(last_loc)
         grown = self._require_growth(prefix, seq, len(last_loc), tokens)
         self._require_last_loc(last_loc, prefix)
         need = page_count(seq, self.page_size) - page_count(prefix, self.page_size)
@@ -73,6 +74,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         Raises like `alloc_extend`.
         """
         seq = host_ints("seq_lens", seq_lens)
+        last_loc = self._flat(last_loc)
         self._require_growth(seq - 1, seq, len(last_loc), len(seq))
         self._require_last_loc(last_loc, seq - 1)
         crossing = (seq - 1) % self.page_size == 0
@@ -87,6 +89,15 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 sent = self._staging.upload({"new_pages": new_pages})
                 self._kernels.decode(self._on_device(last_loc), sent["new_pages"], out, self.page_size)
         return out
+
+    @staticmethod
+    def _flat(last_loc: Ints) -> Ints:
+        """Checked where that costs no synchronisation."""
+        if isinstance(last_loc, torch.Tensor) and last_loc.device.type != "cpu":
+            if last_loc.ndim != 1:
+                raise InvalidArgument(f"last_loc must be a flat row, got shape {tuple(last_loc.shape)}")
+            return last_loc
+        return host_ints("last_loc", last_loc)
 
     def _require_growth(
         self, prefix: NDArray[np.int64], seq: NDArray[np.int64], rows: int, tokens: int
@@ -120,7 +131,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._require_slots(ends)
         loose = self.ledger.holders_of((ends // self.page_size).astype(np.int32)) != CALLER
         if loose.any():
-            raise ForeignPage(f"rows end at slots {ends[loose][:8].tolist()}, whose pages nobody holds")
+            raise ForeignPage(f"rows end at slots {ends[loose][:8].tolist()}, whose pages are not this caller's")
         partly = (last[prefix % self.page_size != 0] // self.page_size).astype(np.int32)
         if len(self.ledger.distinct(partly)) != len(partly):
             raise InvalidArgument(f"two rows go on in one page; pages {partly[:8].tolist()}")

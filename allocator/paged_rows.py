@@ -7,7 +7,7 @@
     rows.release_rows(mine, fences=[step, step])   # free once that step is settled
 
 What needs pages answers with a `Shortfall` when there are too few, and nothing has changed.  None of these verbs waits
-for the device; each costs at most one upload and one launch.
+for a CUDA device; extend and decode cost one upload and one launch, fork a few more.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ import torch
 
 from kvloom.allocator.binding import binding_for
 from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.indices import Ints, int32s, whole
 from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
 from kvloom.allocator.reports import Shortfall
 from kvloom.allocator.rows import Fork, RowAllocator
@@ -25,12 +26,18 @@ from kvloom.allocator.table import RequestTable, RowArray
 
 
 class PagedRows:
-    """Rows of `table` with pages of `allocator`.  Rows and lengths are int32 arrays; the rows of one call are distinct.
+    """Rows of `table` with pages of `allocator`.  Rows and lengths may be arrays,
+    lists or tensors of whole numbers (int32 arrays cost nothing); the rows of one call are distinct.
 
-    `host` does the bookkeeping alone, for a `DecodeStep`.  One thread uses it.
+    `host` does the bookkeeping alone, for a `DecodeStep`: a device does not hear of what is grown there by other means.
+    One thread uses it; an allocator has one table.
     """
 
     def __init__(self, allocator: PagedTokenToKVPoolAllocator, table: RequestTable) -> None:
+        if type(allocator) is not PagedTokenToKVPoolAllocator:
+            raise InvalidArgument(
+                f"rows are for a PagedTokenToKVPoolAllocator itself, not for {type(allocator).__name__}"
+            )
         if table.device_pages.device != allocator.device:
             raise InvalidArgument(f"the table is on {table.device_pages.device}, the pool on {allocator.device}")
         self.allocator = allocator
@@ -41,6 +48,7 @@ class PagedRows:
 
     def open_rows(self, count: int) -> RowArray | Shortfall:
         """`count` empty rows, int32 [count].  Raises InvalidArgument below 0."""
+        count = whole("count", count)
         if count < 0:
             raise InvalidArgument(f"cannot open {count} rows")
         free = self.table.free_rows
@@ -48,64 +56,79 @@ class PagedRows:
             return Shortfall("rows", count, free, 0, free)
         return np.array([self.table.open() for _ in range(count)], np.int32)
 
-    def extend_rows(self, rows: RowArray, seq_lens: RowArray) -> torch.Tensor | Shortfall:
+    def extend_rows(self, rows: Ints, seq_lens: Ints) -> torch.Tensor | Shortfall:
         """Let rows grow to `seq_lens[i]` tokens; slots of the new ones, packed row after row, int64 [T].
 
         Raises InvalidArgument (a row that would shrink or outgrow the table) or DoubleFree and changes nothing.
         """
+        rows, seq_lens = int32s("rows", rows), int32s("seq_lens", seq_lens)
         prefix_lens = self._lengths(rows)
         if len(seq_lens) != len(rows) or (seq_lens < prefix_lens).any():
             raise InvalidArgument(f"rows of {prefix_lens[:8].tolist()} tokens cannot grow to {seq_lens[:8].tolist()}")
-        growth = self.host.grow(rows, seq_lens)
-        if isinstance(growth, Shortfall):
-            return growth
-        return self._binding.extend(rows, prefix_lens, seq_lens, growth.pages)
+        pages = self.host.grow(rows, seq_lens)
+        if isinstance(pages, Shortfall):
+            return pages
+        with self.host.undone_on_error(rows, prefix_lens):
+            return self._binding.extend(rows, prefix_lens, seq_lens, pages)
 
-    def decode_rows(self, rows: RowArray, new_tokens: RowArray | None = None) -> torch.Tensor | Shortfall:
+    def decode_rows(self, rows: Ints, new_tokens: Ints | None = None) -> torch.Tensor | Shortfall:
         """One more token for each row, or `new_tokens[i]` of them (as when drafts are verified).
 
         Slots packed row after row, int64 [T].  Raises like `extend_rows`.
         """
+        rows = int32s("rows", rows)
         if new_tokens is not None:
+            new_tokens = int32s("new_tokens", new_tokens)
+            if len(new_tokens) != len(rows):
+                raise InvalidArgument(f"{len(new_tokens)} new_tokens for {len(rows)} rows")
             return self.extend_rows(rows, self._lengths(rows) + new_tokens)
         grown = self.host.grow_by_one(rows)
         if isinstance(grown, Shortfall):
             return grown
         new_pages = np.zeros(len(rows), np.int32)
         new_pages[grown.takers] = grown.pages
-        return self._binding.decode(rows, grown.lengths, new_pages)
+        with self.host.undone_on_error(rows, grown.lengths - np.int32(1)):
+            return self._binding.decode(rows, grown.lengths, new_pages)
 
-    def truncate_rows(self, rows: RowArray, lengths: RowArray, fences: Sequence[int]) -> None:
+    def truncate_rows(self, rows: Ints, lengths: Ints, fences: Sequence[int]) -> None:
         """Cut rows to `lengths[i]` tokens; whole pages beyond are free once step `fences[i]` is settled (-1: now).
 
         Raises InvalidArgument or DoubleFree and changes nothing.
         """
-        self.host.truncate(rows, lengths, fences)
+        self.host.truncate(int32s("rows", rows), int32s("lengths", lengths), fences)
 
-    def release_rows(self, rows: RowArray, fences: Sequence[int], reason: str = "finish") -> None:
+    def release_rows(self, rows: Ints, fences: Sequence[int], reason: str = "finish") -> None:
         """One free group: rows and their pages come back once step `fences[i]` is settled (-1: now).
 
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
-        self.host.release(rows, fences, reason)
+        self.host.release(int32s("rows", rows), fences, reason)
 
     def fork_row(self, row: int, count: int) -> RowArray | Shortfall:
         """`count` new rows with the tokens of `row`: whole pages are shared, a partly filled last one is copied.
 
         Copies KV where the pool has a storage.  Raises DoubleFree or InvalidArgument and changes nothing.
         """
-        fork = self.host.fork(row, count)
+        fork = self.host.fork(whole("row", row), whole("count", count))
         if isinstance(fork, Shortfall):
             return fork
+        try:
+            self._carry_out(fork)
+        except BaseException:
+            self.host.release(fork.rows, [-1] * count, "rollback")
+            raise
+        return fork.rows
+
+    def _carry_out(self, fork: Fork) -> None:
+        """On the device."""
         self._write_lines(fork)
         storage = self.allocator.get_kvcache()
         if fork.tokens and storage is not None:
             size = self.allocator.page_size
             within = np.arange(fork.tokens, dtype=np.int64)
-            source = np.tile(fork.source * size + within, count)
+            source = np.tile(fork.source * size + within, len(fork.rows))
             target = (fork.targets.astype(np.int64)[:, None] * size + within).reshape(-1)
             storage.copy_slots(self._to_device(source), self._to_device(target))
-        return fork.rows
 
     def settle(self, step: int) -> None:
         """Step `step` is over: what waited for it is free."""

@@ -38,6 +38,7 @@ class PageLedger:
     """
 
     def __init__(self, pages: int, *, pool: str = "full", page_size: int = 1, need_sort: bool = False) -> None:
+        pages, page_size = whole("pages", pages), whole("page_size", page_size)
         if pages < 1:
             raise InvalidArgument(f"pool {pool!r}: {pages} pages; at least 1 is needed")
         if pages >= 2**31 - 1:
@@ -122,7 +123,7 @@ class PageLedger:
 
     def settle(self, step: int) -> None:
         """Step `step` is over: pages fenced up to it are free.  Cheap when there are none."""
-        self._settled = max(self._settled, step)
+        self._settled = max(self._settled, whole("step", step))
         books = self._books
         for _ in range(len(books.waiting)):
             fence, pages, front = books.waiting.popleft()
@@ -151,16 +152,20 @@ class PageLedger:
         if not books.queued:
             return 0
         pages = np.concatenate(books.queued)
+        books.freed[reason] += len(pages)
         books.queued.clear()
         books.quarantined -= len(pages)
-        books.freed[reason] += len(pages)
         books.groups += 1
         pages = np.sort(pages) if ascending else pages
         self._to_free(pages, pages.astype(np.intp), front)
         return len(pages)
 
     def hand_over(self, pages: PageArray, holders: Holders, new_holder: int) -> None:
-        """Distinct pages of `holders` are now held by `new_holder`.  Raises ForeignPage or DoubleFree."""
+        """Distinct pages of `holders` are now held by `new_holder`.
+
+        Raises ForeignPage, DoubleFree or InvalidArgument and changes nothing.
+        """
+        self._checks.holders(new_holder, 1)
         index = self._distinct_held(pages, holders)
         books = self._leave(pages)
         books.holder[index] = new_holder
@@ -203,6 +208,11 @@ class PageLedger:
         """Who has each page: a holder's number, or FREE, QUARANTINED, CACHED, DUMP.  Raises ForeignPage."""
         self._checks.in_pool(pages)
         return self._books.holder[pages]
+
+    def pages_of_rows(self) -> int:
+        """Pages held by others than the caller of a public allocator; O(pages)."""
+        holder = self._books.holder
+        return int(np.count_nonzero((holder >= 0) & (holder != CALLER)))
 
     def require_held(self, pages: PageArray, holders: Holders = CALLER) -> None:
         """Raise ForeignPage or DoubleFree unless each page is held by its holder and none is named twice."""
@@ -251,8 +261,8 @@ class PageLedger:
         return self._books
 
     def _take_back(self, pages: PageArray, index: Index, reason: str, fence: int, front: bool) -> None:
+        self._books.freed[reason] += len(pages)
         books = self._leave(pages)
-        books.freed[reason] += len(pages)
         books.groups += 1
         if fence <= self._settled:
             self._to_free(pages, index, front)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvloom.allocator.errors import BrokenInvariant, ForeignPage, InvalidArgument
-from kvloom.allocator.indices import Ints
+from kvloom.allocator.indices import Ints, whole
 from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
 from kvloom.allocator.pages import PageLedger
 from kvloom.allocator.pools import KVCache, SWAKVPool
@@ -41,6 +41,9 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         page_size: int = 1,
     ) -> None:
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
+        size_swa = whole("size_swa", size_swa)
+        if isinstance(kvcache, SWAKVPool) and kvcache.swa.size < size_swa:
+            raise InvalidArgument(f"a window storage of {kvcache.swa.size} tokens for {size_swa}")
         if size_swa < page_size:
             raise InvalidArgument(f"size_swa={size_swa} tokens is less than one page of {page_size}")
         if size_swa + page_size > 2**31:
@@ -55,6 +58,8 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         # Of its own: the mapping travels beside what the kernels are sent, and must not halve the depth of their ring.
         self._mapping_staging = Staging(self.device)
         if isinstance(kvcache, SWAKVPool):
+            if kvcache.full_to_swa_index_mapping is not None:
+                raise InvalidArgument("the storage belongs to another allocator, whose mapping it has")
             kvcache.full_to_swa_index_mapping = self.full_to_swa_index_mapping
 
     @property
@@ -137,8 +142,11 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         if count > self.swa_ledger.free_pages:
             return self.swa_ledger.take(count)  # None; the failure counts in the pool that is short
         pages = self.ledger.take(count)
-        if pages is None or (peers := self.swa_ledger.take(count)) is None:
+        if pages is None:
             return None
+        peers = self.swa_ledger.take(count)
+        if peers is None:
+            raise BrokenInvariant(f"pool 'swa': {count} pages that were free a moment ago are gone")
         with self._given_back_on_error(pages):
             self._pair(pages, peers)
         return pages

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvloom.allocator.devices import device_of
 from kvloom.allocator.errors import BrokenInvariant, DoubleFree, InvalidArgument
-from kvloom.allocator.indices import counting, spans
+from kvloom.allocator.indices import counting, spans, whole
 from kvloom.allocator.ring import PageArray
 
 RowArray = NDArray[np.int32]
@@ -28,11 +28,15 @@ class RequestTable:
     """
 
     def __init__(self, max_rows: int, max_pages: int, device: torch.device | str = "cpu") -> None:
+        max_rows, max_pages = whole("max_rows", max_rows), whole("max_pages", max_pages)
         if max_rows < 1 or max_pages < 1:
             raise InvalidArgument(f"a table of {max_rows} rows of {max_pages} pages; at least 1 each")
         self.max_rows = max_rows
         self.max_pages = max_pages
         self.pages = np.zeros((max_rows + 1, max_pages), np.int32)
+        self._lines = self.pages.reshape(
+            -1
+        )  # to index with one row of numbers: with two, numpy takes three times as long
         self.page_counts = np.zeros(max_rows + 1, np.int32)
         self.lengths = np.zeros(max_rows + 1, np.int32)
         device = device_of(device)
@@ -45,7 +49,7 @@ class RequestTable:
         self._free = list(range(max_rows - 1, -1, -1))  # a stack: low rows first
         self._waiting: list[tuple[int, list[int]]] = []  # (fence, rows)
         self._quarantined = 0
-        self._checked: RowArray | None = None  # rows that are known to be held, and distinct
+        self._checked = np.empty(0, np.int32)  # rows that are known to be held, and distinct
         self._checked_index = np.empty(0, np.intp)
         self._settled = -1
 
@@ -75,17 +79,20 @@ class RequestTable:
             return None
         row = self._free.pop()
         self._held[row] = True
-        self._checked = None
         return row
 
     def append(self, rows: RowArray, counts: RowArray, pages: PageArray) -> None:
-        """Put `counts[i]` further page ids, at least one, behind those of `rows[i]`.  Rows are distinct."""
+        """Put `counts[i]` further page ids, at least one, behind those of `rows[i]`.  Rows are distinct.
+
+        Raises InvalidArgument when a line is too short, and changes nothing.
+        """
         before = self.page_counts[rows]
+        if np.maximum.reduce(before + counts, initial=0) > self.max_pages:
+            raise InvalidArgument(f"a row of {int((before + counts).max())} pages; a line has {self.max_pages}")
         if len(pages) == len(rows):  # one each, as in a decode step
             self.pages[rows, before] = pages
         else:
-            # As one row of numbers: numpy takes three times as long to index with two.
-            self.pages.reshape(-1)[spans(before + rows * np.int64(self.max_pages), counts)] = pages
+            self._lines[self._places(rows, before, counts)] = pages
         self.page_counts[rows] = before + counts
 
     def pages_of(self, rows: RowArray, skip: RowArray | None = None) -> tuple[PageArray, RowArray]:
@@ -95,20 +102,17 @@ class RequestTable:
         """
         counts = self.page_counts[rows]
         width = int(np.maximum.reduce(counts, initial=0))
-        pages = self.pages[rows, :width]
         if skip is None and np.count_nonzero(counts == width) == len(rows):  # as when one row leaves
-            return pages.reshape(-1), np.repeat(rows, counts)
-        place = counting(width)
-        taken = place < counts[:, None]
-        if skip is not None:
-            taken &= place >= skip[:, None]
-            counts = counts - skip
-        return pages[taken], np.repeat(rows, counts)
+            return self.pages[rows, :width].reshape(-1), np.repeat(rows, counts)
+        if skip is None:
+            skip = np.zeros_like(counts)
+        counts = counts - skip
+        return self._lines[self._places(rows, skip, counts)], np.repeat(rows, counts)
 
     def cut(self, rows: RowArray, counts: RowArray) -> None:
         """Forget the page ids of `rows` behind the first `counts[i]`."""
         gone = self.page_counts[rows] - counts
-        self.pages[np.repeat(rows, gone), spans(counts, gone)] = 0
+        self._lines[self._places(rows, counts, gone)] = 0
         self.page_counts[rows] = counts
 
     def close(self, rows: RowArray, fence: int) -> None:
@@ -117,12 +121,11 @@ class RequestTable:
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
         self.require_held(rows)
-        width = int(self.page_counts[rows].max(initial=0))
-        self.pages[rows, :width] = 0
-        self.page_counts[rows] = 0
+        fence = whole("fence", fence)
+        self.cut(rows, np.zeros_like(rows))
         self.lengths[rows] = 0
         self._held[rows] = False
-        self._checked = None
+        self._checked, self._checked_index = self._checked[:0], self._checked_index[:0]
         if fence <= self._settled:
             self._free += rows.tolist()
         else:
@@ -147,10 +150,10 @@ class RequestTable:
     def index_of_held(self, rows: RowArray) -> NDArray[np.intp]:
         """`rows` as numpy indexes with them.  Raises as `require_held`.
 
-        An array that nobody can write is looked at once for as long as no row comes or goes: in a decode loop the same
-        rows are named step after step.
+        In a decode loop the same rows are named step after step: those that were looked at last are known, for as long
+        as no row comes or goes.
         """
-        if rows is self._checked:
+        if len(rows) == len(self._checked) and not np.count_nonzero(rows != self._checked):
             return self._checked_index
         count, at = len(rows), rows.astype(np.intp)
         # Below 0 is huge without a sign. `count_nonzero`, because `all` takes ten times as long for a few.
@@ -158,8 +161,8 @@ class RequestTable:
             order = counting(count)
             self._mark[at] = order
             if np.count_nonzero(self._held[at]) == count == np.count_nonzero(self._mark[at] == order):
-                if rows.base is None and not rows.flags.writeable:
-                    self._checked, self._checked_index = rows, at
+                at.setflags(write=False)
+                self._checked, self._checked_index = rows.astype(np.int32), at
                 return at
         if len(rows) and (rows.min() < 0 or rows.max() >= self.max_rows):
             raise InvalidArgument(f"rows run from 0 to {self.max_rows - 1}; got {rows.tolist()[:8]}")
@@ -180,3 +183,7 @@ class RequestTable:
             raise BrokenInvariant("a row that nobody holds has pages or tokens")
         if self.page_counts.min() < 0 or self.page_counts.max() > self.max_pages:
             raise BrokenInvariant(f"a row has fewer than 0 or more than {self.max_pages} pages")
+
+    def _places(self, rows: RowArray, first: RowArray, counts: RowArray) -> NDArray[np.int64]:
+        """Where in `_lines` the page ids `first[i]` and following of `rows[i]` stand, `counts[i]` of them."""
+        return spans(first + rows * np.int64(self.max_pages), counts)

@@ -1,4 +1,4 @@
-"""Which kernels a device gets.  The only place that asks what the device is."""
+"""Which kernels a device gets."""
 
 from collections.abc import Iterable
 from functools import cache

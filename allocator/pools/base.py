@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvloom.allocator.devices import device_of
 from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.indices import whole
 from kvloom.allocator.pools.host_copy import HostCopy
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -33,6 +34,7 @@ class KVCache(ABC):
     def __init__(
         self, size: int, page_size: int, dtype: torch.dtype, device: torch.device | str, layers: Sequence[int]
     ) -> None:
+        size, page_size = whole("size", size), whole("page_size", page_size)
         if page_size < 1:
             raise InvalidArgument(f"page_size={page_size} must be at least 1")
         if size < 1:
@@ -121,5 +123,15 @@ class KVCache(ABC):
 
     def _places(self, slots: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each buffer, and where in it the slots are, on the device."""
-        slots = slots.to(self.device, non_blocking=True)
+        slots = self._on_device(slots)
         return [(buffer, slots) for buffer in self._buffers]
+
+    def _on_device(self, slots: Tensor) -> Tensor:
+        """Slots on the host are looked at; those on a device are trusted, for looking would wait."""
+        if (
+            slots.device.type == "cpu"
+            and slots.numel()
+            and not 0 <= slots.min() <= slots.max() < self.size + self.page_size
+        ):
+            raise InvalidArgument(f"slots run from 0 to {self.size + self.page_size - 1}; got {slots[:8].tolist()}")
+        return slots.to(self.device, non_blocking=True)

@@ -50,5 +50,5 @@ class SWAKVPool(KVCache):
         return self.full_to_swa_index_mapping[slots]
 
     def _places(self, slots: Tensor) -> list[tuple[Tensor, Tensor]]:
-        slots = slots.to(self.device, non_blocking=True)
+        slots = self._on_device(slots)
         return self.full._places(slots) + self.swa._places(self._window_slots(slots))

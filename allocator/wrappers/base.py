@@ -22,6 +22,8 @@ class AllocatorWrapper:
 
     def __getattr__(self, name: str) -> Any:
         """Sizes, reports, the storage: whatever is no verb."""
+        if name == "inner" or name.startswith("__"):  # asked for before there is one, as when copied
+            raise AttributeError(name)
         return getattr(self.inner, name)
 
     def _call(self, verb: str, **arguments: Any) -> Any:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from kvloom.allocator.base import BaseTokenToKVPoolAllocator
-from kvloom.allocator.errors import AllocatorError
 from kvloom.allocator.snapshots import AllocatorState
 from kvloom.allocator.wrappers.base import AllocatorWrapper
 
@@ -17,7 +16,8 @@ class RecordingAllocator(AllocatorWrapper):
     """Writes down each verb with its arguments before it passes it on, so that the last entry of a crash is its cause.
 
     log  one dict per call: "verb" and the arguments by name, copied: plain numbers and lists, so that each entry is a
-         line of JSON.  A state stands there as its number, in the order of taking.  It grows without bound.
+         line of JSON as long as the arguments were.  A state is {"state": its number in the order of taking} there.  It
+         grows without bound.
 
     Arguments on a device are copied to the host, which waits for it.
     """
@@ -38,7 +38,7 @@ class RecordingAllocator(AllocatorWrapper):
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, AllocatorState):
-            return self._numbers.get(value)  # None for another allocator's, which is refused as well
+            return {"state": self._numbers.get(value)}  # None for another allocator's, which is refused as well
         if isinstance(value, torch.Tensor | np.ndarray | np.generic):
             return value.tolist()
         if isinstance(value, Sequence) and not isinstance(value, str):
@@ -56,11 +56,12 @@ def replay(log: Iterable[Mapping[str, Any]], allocator: BaseTokenToKVPoolAllocat
     for entry in log:
         arguments = dict(entry)
         verb = arguments.pop("verb")
-        if verb == "restore_state" and arguments["state"] is not None:
-            arguments["state"] = states[arguments["state"]]
+        match arguments:
+            case {"state": {"state": int(number)}}:
+                arguments["state"] = states[number]
         try:
             answer = getattr(allocator, verb)(**arguments)
-        except AllocatorError as error:
+        except Exception as error:  # what was misused when it was recorded is misused again
             answer = error
         if isinstance(answer, AllocatorState):
             states.append(answer)

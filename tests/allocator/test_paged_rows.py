@@ -9,14 +9,17 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.allocator import (
+    AscendPagedTokenToKVPoolAllocator,
     DecodeStep,
     DoubleFree,
+    ForeignPage,
     InvalidArgument,
     MHATokenToKVPool,
     PagedRows,
     PagedTokenToKVPoolAllocator,
     RequestTable,
     Shortfall,
+    SWATokenToKVPoolAllocator,
 )
 from tests.allocator.books import ints
 
@@ -234,3 +237,116 @@ def test_a_decode_step_that_is_short_changes_nothing() -> None:
         step.plan(ints(0, 1, 2))
     with pytest.raises(InvalidArgument, match="max_rows=0"):
         DecodeStep(rows.host, max_rows=0)
+
+
+def test_only_what_knows_its_rows() -> None:
+    """Rows have no window pages, and int64 slots: an allocator that promises other things is refused."""
+    for allocator in (
+        SWATokenToKVPoolAllocator(16, 8, torch.float32, "cpu", None, page_size=4),
+        AscendPagedTokenToKVPoolAllocator(16, 4, torch.float32, "cpu", None),
+    ):
+        with pytest.raises(InvalidArgument, match="PagedTokenToKVPoolAllocator"):
+            PagedRows(allocator, RequestTable(2, 4))
+
+
+def test_arrays_of_any_make() -> None:
+    """Strides, byte orders, 64 bits, lists, arrays that are not to be written; floats and such are refused."""
+    rows = make(40, 4)
+    mine = ints(*opened(rows, 2))
+    frozen = mine.copy()
+    frozen.setflags(write=False)
+    lengths = 0
+    for given in (mine[::-1], mine.astype(">i4"), mine.astype(np.int64), mine.tolist(), frozen):
+        lengths += 2
+        slots = rows.extend_rows(given, np.full(4, lengths, np.int32)[::2])
+        assert not isinstance(slots, Shortfall)
+        assert len(slots) == 4
+        assert len(rows.decode_rows(given, [1, 0])) == 1
+        lengths = int(rows.table.lengths[mine].max())
+        rows.extend_rows(mine, np.full(2, lengths, np.int32))
+    before = (rows.table.lengths.tolist(), rows.allocator.ledger.free_pages, rows.table.free_rows)
+    for misuse in (
+        lambda: rows.decode_rows(np.array([0.7])),
+        lambda: rows.decode_rows(np.array([True])),
+        lambda: rows.decode_rows(np.array([[0]], np.int32)),
+        lambda: rows.decode_rows(mine, ints(2)),
+        lambda: rows.extend_rows(mine, ints(2**31 - 1, 2**31 - 1)),
+        lambda: rows.open_rows(1.5),  # type: ignore[arg-type]
+        lambda: rows.fork_row(0, True),
+        lambda: rows.release_rows(mine, [None, None]),  # type: ignore[list-item]
+        lambda: rows.release_rows(mine, [0.5, 1]),  # type: ignore[list-item]
+        lambda: rows.truncate_rows(mine, ints(0, 0), ["x", "x"]),  # type: ignore[list-item]
+    ):
+        with pytest.raises(InvalidArgument):
+            misuse()
+        rows.check()
+    assert before == (rows.table.lengths.tolist(), rows.allocator.ledger.free_pages, rows.table.free_rows)
+
+
+def test_a_launch_that_fails_leaves_rows_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = make(20, 4)
+    mine = ints(*opened(rows, 2))
+    rows.extend_rows(mine, ints(4, 6))
+    step = DecodeStep(rows.host, 2)
+    before = (rows.table.lengths.tolist(), rows.allocator.ledger.free_pages, rows.table.free_rows)
+
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory")
+
+    storage = rows.allocator.get_kvcache()
+    assert storage is not None
+    monkeypatch.setattr(rows._binding, "extend", lost)
+    monkeypatch.setattr(rows._binding, "decode", lost)
+    monkeypatch.setattr(step, "launch", lost)
+    monkeypatch.setattr(storage, "copy_slots", lost)
+    for failing in (
+        lambda: rows.extend_rows(mine, ints(9, 9)),
+        lambda: rows.decode_rows(mine),
+        lambda: step.run(mine),
+        lambda: rows.fork_row(int(mine[1]), 2),
+    ):
+        with pytest.raises(RuntimeError, match="no memory"):
+            failing()
+        rows.check()
+        assert before == (rows.table.lengths.tolist(), rows.allocator.ledger.free_pages, rows.table.free_rows)
+
+
+def test_states_and_rows_do_not_mix() -> None:
+    """A restored pool would hand out the pages of rows that do not hear of it."""
+    rows = make(20, 4)
+    state = rows.allocator.backup_state()
+    mine = ints(*opened(rows, 1))
+    rows.extend_rows(mine, ints(4))
+    with pytest.raises(ForeignPage, match="1 pages belong to rows"):
+        rows.allocator.restore_state(state)
+    with pytest.raises(ForeignPage, match="1 pages belong to rows"):
+        rows.allocator.clear()
+    rows.check()
+
+
+def test_remembered_rows_are_compared() -> None:
+    """By what they are, not by which array they are in: somebody may have kept a way to write it."""
+    rows = make(40, 4)
+    mine = ints(*opened(rows, 3))
+    rows.extend_rows(mine, ints(1, 5, 9))
+    named = ints(0, 1)
+    view = named[:]
+    named.setflags(write=False)
+    rows.decode_rows(named)
+    view[0] = 2
+    rows.decode_rows(named)
+    assert rows.table.lengths[:3].tolist() == [2, 7, 10]
+    view[0] = 1
+    with pytest.raises(DoubleFree):
+        rows.decode_rows(named)
+
+
+def test_a_storage_must_have_room_for_the_pool() -> None:
+    for size, page_size in ((8, 4), (64, 1)):
+        storage = MHATokenToKVPool(size, page_size, torch.float32, 1, 1, 1, "cpu")
+        with pytest.raises(InvalidArgument, match=f"{size} tokens on pages of {page_size} for 64 on pages of 4"):
+            PagedTokenToKVPoolAllocator(64, 4, torch.float32, "cpu", storage)
+    storage = MHATokenToKVPool(8, 4, torch.float32, 1, 1, 1, "cpu")
+    copy = storage.get_cpu_copy(torch.tensor([4]))
+    with pytest.raises(InvalidArgument, match="slots run from 0 to 11"):
+        storage.load_cpu_copy(copy, torch.tensor([-1]))

@@ -42,7 +42,7 @@ def drained(allocator: TokenToKVPoolAllocator) -> list[int]:
         (lambda a: a.free([1, 9]), ForeignPage),
         (lambda a: a.free([2**31 + 1]), ForeignPage),
         (lambda a: a.free([2**32 + 1]), ForeignPage),  # 1, were it cut to 32 bits
-        (lambda a: a.free(np.array([2**64 - 8], np.uint64)), ForeignPage),
+        (lambda a: a.free(np.array([2**64 - 8], np.uint64)), InvalidArgument),
         (lambda a: a.free([1, 8]), DoubleFree),  # 8 was never handed out
         (lambda a: a.free([1, 3]), DoubleFree),  # 3 waits in the group
         (lambda a: a.free([1.0]), InvalidArgument),

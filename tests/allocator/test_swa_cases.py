@@ -5,7 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvloom.allocator import DoubleFree, GroupMisuse, SWATokenToKVPoolAllocator, TokenToKVPoolAllocator
+from kvloom.allocator import (
+    DoubleFree,
+    GroupMisuse,
+    InvalidArgument,
+    MHATokenToKVPool,
+    SWAKVPool,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
 from tests.allocator.swa_books import balanced, make, refused, swa_books, taken
 
 both_ways = pytest.mark.parametrize("need_sort", [False, True], ids=["at_once", "need_sort"])
@@ -289,3 +297,15 @@ def test_orders_are_those_of_the_single_pools() -> None:
     paged.free_swa([20, 4])
     assert paged.ledger.free_list().tolist() == [2, 4, 6]
     assert paged.swa_ledger.free_list().tolist() == [1, 5, 2, 4, 6]
+
+
+def test_a_storage_has_one_mapping() -> None:
+    full, window = (
+        MHATokenToKVPool(size, 4, torch.float32, 1, 1, 1, "cpu", layers=[layer]) for size, layer in ((16, 0), (8, 1))
+    )
+    storage = SWAKVPool(full, window)
+    with pytest.raises(InvalidArgument, match="8 tokens for 12"):
+        SWATokenToKVPoolAllocator(16, 12, torch.float32, "cpu", storage, page_size=4)
+    SWATokenToKVPoolAllocator(16, 8, torch.float32, "cpu", storage, page_size=4)
+    with pytest.raises(InvalidArgument, match="another allocator"):
+        SWATokenToKVPoolAllocator(16, 8, torch.float32, "cpu", storage, page_size=4)

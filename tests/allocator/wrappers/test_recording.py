@@ -1,5 +1,6 @@
 """RecordingAllocator: the log is plain data, a copy, and enough to do it all again; at random: `conformance`."""
 
+import copy
 import json
 from collections.abc import Callable
 
@@ -37,7 +38,7 @@ def test_every_verb_and_its_arguments_by_name() -> None:
         {"verb": "alloc_decode", "seq_lens": [6], "last_loc": [12]},
         {"verb": "backup_state"},
         {"verb": "alloc", "need_size": 8},
-        {"verb": "restore_state", "state": 0},
+        {"verb": "restore_state", "state": {"state": 0}},
         {"verb": "free_group_begin"},
         {"verb": "free", "free_index": [4]},
         {"verb": "free_group_end"},
@@ -107,7 +108,24 @@ def test_states_have_numbers_in_the_order_of_taking() -> None:
     ours.alloc(2)
     ours.restore_state(third)
     ours.restore_state(first)
-    assert [entry["state"] for entry in ours.log if entry["verb"] == "restore_state"] == [2, 0]
+    assert [entry["state"] for entry in ours.log if entry["verb"] == "restore_state"] == [{"state": 2}, {"state": 0}]
     again = per_token(8)
     replay(ours.log, again)
     assert again.available_size() == 8
+
+
+def test_misuse_is_replayed_as_misuse() -> None:
+    ours = RecordingAllocator(paged(8, 4))
+    ours.backup_state()
+    with pytest.raises(AllocatorError):
+        ours.restore_state(0)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        ours.free_swa([4])
+    with pytest.raises(AllocatorError):
+        ours.alloc(3)
+    again = paged(8, 4)
+    answers = replay([json.loads(json.dumps(entry)) for entry in ours.log], again)
+    assert [type(answer).__name__ for answer in answers] == [
+        "AllocatorState", "StaleState", "AttributeError", "InvalidArgument",
+    ]  # fmt: skip
+    assert copy.copy(ours).inner is ours.inner
