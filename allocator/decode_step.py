@@ -98,8 +98,11 @@ class DecodeStep:
             row_slot[used:], seq_lens[used:] = self._rows.table.pad_row, 1
         new_pages.fill(0)
         new_pages[grown.takers] = grown.pages
-        with self._rows.undone_on_error(rows, grown.lengths - np.int32(1)):
+        try:
             send()
+        except BaseException:
+            self._rows.undo(rows, grown.lengths - np.int32(1))
+            raise
         return None
 
 

@@ -68,8 +68,11 @@ class PagedRows:
         pages = self.host.grow(rows, seq_lens)
         if isinstance(pages, Shortfall):
             return pages
-        with self.host.undone_on_error(rows, prefix_lens):
+        try:
             return self._binding.extend(rows, prefix_lens, seq_lens, pages)
+        except BaseException:
+            self.host.undo(rows, prefix_lens)
+            raise
 
     def decode_rows(self, rows: Ints, new_tokens: Ints | None = None) -> torch.Tensor | Shortfall:
         """One more token for each row, or `new_tokens[i]` of them (as when drafts are verified).
@@ -87,8 +90,11 @@ class PagedRows:
             return grown
         new_pages = np.zeros(len(rows), np.int32)
         new_pages[grown.takers] = grown.pages
-        with self.host.undone_on_error(rows, grown.lengths - np.int32(1)):
+        try:
             return self._binding.decode(rows, grown.lengths, new_pages)
+        except BaseException:
+            self.host.undo(rows, grown.lengths - np.int32(1))
+            raise
 
     def truncate_rows(self, rows: Ints, lengths: Ints, fences: Sequence[int]) -> None:
         """Cut rows to `lengths[i]` tokens; whole pages beyond are free once step `fences[i]` is settled (-1: now).

@@ -1,7 +1,6 @@
 """Row verbs on the host: ledger, request table and shares of one pool together.  Numbers only; no tensor."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -120,14 +119,9 @@ class RowAllocator:
         table.lengths[at] = lengths
         return Grown(lengths, takers, pages)
 
-    @contextmanager
-    def undone_on_error(self, rows: RowArray, lengths: RowArray) -> Iterator[None]:
-        """An upload or a launch that fails leaves rows as long as they were: the device has not heard of more."""
-        try:
-            yield
-        except BaseException:
-            self.truncate(rows, lengths, [-1] * len(rows))
-            raise
+    def undo(self, rows: RowArray, lengths: RowArray) -> None:
+        """After an upload or a launch that failed: rows are as long as they were; the device has not heard of more."""
+        self.truncate(rows, lengths, [-1] * len(rows))
 
     def release(self, rows: RowArray, fences: Sequence[int], reason: str) -> None:
         """One free group: all pages of `rows` and the rows themselves, free once step `fences[i]` is settled.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +31,8 @@ def main() -> None:
         for rows_n, tokens in RETIRED:
             need = rows_n * -(-tokens // page_size)
             sizes = [pages for pages in POOLS if pages >= need]
-            times = [figure(retire(device, page_size, rows_n, tokens, pages), device).host_us for pages in sizes]
+            lengths = np.full(rows_n, tokens, np.int32)
+            times = [figure(retire(device, page_size, lengths, "", pages), device).host_us for pages in sizes]
             name = f"{rows_n} x {tokens:,}, page {page_size} ({need:,} pages)"
             axes.plot(sizes, times, marker="o", markersize=3, label=name)
             cells = dict(zip(sizes, times, strict=True))

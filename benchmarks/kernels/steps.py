@@ -75,11 +75,10 @@ def extend_steps(device: torch.device, page_size: int) -> Iterator[Work]:
 
 
 def retire(
-    device: torch.device, page_size: int, rows_n: int, tokens: int, pages: int | None = None, goal: float | None = None
+    device: torch.device, page_size: int, lengths: RowArray, name: str, pages: int = 0, goal: float | None = None
 ) -> Work:
-    """One free group: rows of `tokens` tokens each, behind the fence of the step in flight."""
-    rows = crowd(device, page_size, rows_n, tokens, pages)
-    lengths = np.full(rows_n, tokens, np.int32)
+    """One free group: rows of these lengths, behind the fence of the step in flight."""
+    rows = crowd(device, page_size, len(lengths), int(lengths.max()), pages or int((-(-lengths // page_size)).sum()))
     held = [opened(rows, lengths)]
     steps = count()
     now = [next(steps)]
@@ -90,16 +89,17 @@ def retire(
             now[0] = next(steps)
             held[0] = opened(rows, lengths)
 
-    return Work(
-        f"retire {rows_n:,} x {tokens:,}, page {page_size}",
-        lambda: rows.release_rows(held[0], [now[0]] * rows_n),
-        ready,
-        host_goal=goal,
-    )
+    def call() -> None:
+        rows.release_rows(held[0], [now[0]] * len(lengths))
+
+    return Work(f"retire {name}, page {page_size}", call, ready, host_goal=goal)
 
 
 def retirements(device: torch.device) -> Iterator[Work]:
-    """All page sizes."""
+    """All page sizes; and many short rows beside a long one."""
     for page_size in (1, 16, 64):
         for rows_n, tokens in RETIRED:
-            yield retire(device, page_size, rows_n, tokens, goal=60.0)
+            yield retire(device, page_size, np.full(rows_n, tokens, np.int32), f"{rows_n} x {tokens:,}", goal=60.0)
+    uneven = np.full(256, 16, np.int32)
+    uneven[100] = 65_536
+    yield retire(device, 16, uneven, "255 x 16 and 1 x 65,536")
