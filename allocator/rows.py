@@ -83,7 +83,7 @@ class RowAllocator:
                 some, have, wanted = rows[takers], counts[takers], lengths[takers]
             need = page_count(wanted, size) - have
             free, total = self.ledger.free_pages, int(np.add.reduce(need))
-            taken = self.ledger.take(total, some if total == len(some) else np.repeat(some, need))
+            taken = self.ledger.take(total, int(some[0]) if len(some) == 1 else np.repeat(some, need))
             if taken is None:
                 fits = int(takers[np.searchsorted(np.cumsum(need), free, side="right")])
                 return Shortfall(self.ledger.pool, total, free, evictable, fits)

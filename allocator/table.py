@@ -91,6 +91,8 @@ class RequestTable:
             raise InvalidArgument(f"a row of {int((before + counts).max())} pages; a line has {self.max_pages}")
         if len(pages) == len(rows):  # one each, as in a decode step
             self.pages[rows, before] = pages
+        elif len(rows) == 1:  # a prompt that comes alone
+            self.pages[rows[0], before[0] : before[0] + len(pages)] = pages
         else:
             self._lines[self._places(rows, before, counts)] = pages
         self.page_counts[rows] = before + counts

@@ -15,7 +15,7 @@ from kvloom.allocator.table import RowArray
 DECODE_ROWS = (1, 64, 256, 1024, 4096)
 RETIRED = ((64, 4096), (256, 1024))
 START = 512  # tokens of the rows that decode, more or less
-STEPS = 1300  # that they can take
+STEPS = 2900  # that they can take
 
 
 def crowd(device: torch.device, page_size: int, rows_n: int, seq_len: int, pages: int | None = None) -> PagedRows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 CALLS = 200
-ROUNDS = 5  # of calls; the fastest counts, since virtual cores flip between two speeds for tens of milliseconds
+ROUNDS = 12  # of calls; the fastest counts, since virtual cores flip between two speeds for tens of milliseconds
 LAUNCHES = 50  # in one graph
 REPLAYS = 40
 
