@@ -1,7 +1,7 @@
 """What allocation costs: `python -m benchmarks.kernels [--out kernels.json]`.
 
-Host: the median of 200 single calls into an idle queue, in the fastest of twelve rounds.  Device (CUDA only): the median
-over replays of a CUDA graph of many launches, divided by their number.
+Host: the median of 200 single calls into an idle queue, in the fastest of twelve rounds.  Device (CUDA only): the
+median over replays of a CUDA graph of many launches, divided by their number.
 """
 
 import argparse
