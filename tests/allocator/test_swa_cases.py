@@ -1,4 +1,4 @@
-"""Failures that people met with two pools (cases B12, B14, B17 and traps D13 .. D17, D26, D29, D35)."""
+"""Failures that people met with two pools (cases B12, B14, B16, B17 and traps D13 .. D17, D26, D29, D35)."""
 
 from collections.abc import Callable
 
@@ -309,3 +309,24 @@ def test_a_storage_has_one_mapping() -> None:
     SWATokenToKVPoolAllocator(16, 8, torch.float32, "cpu", storage, page_size=4)
     with pytest.raises(InvalidArgument, match="another allocator"):
         SWATokenToKVPoolAllocator(16, 8, torch.float32, "cpu", storage, page_size=4)
+
+
+@both_ways
+def test_b16_a_window_stays_through_chunks(need_sort: bool) -> None:
+    """Page 2, window 6, chunk 4, prompt 16: what leaves is left of what the next chunk reads, not of the chunk.
+
+    Which of it a later request may reuse is the prefix cache's to know.
+    """
+    pool = make(8, 8, 2, need_sort)
+    row: list[int] = []
+    held: set[int] = set()
+    for length in (4, 8, 12, 16):
+        first_read = max(len(row) - 5, 0)  # position p reads p - 5 to p
+        pool.free_swa(row[: first_read // 2 * 2])
+        held = {place for place, slot in enumerate(row) if pool.full_to_swa_index_mapping[slot] > 0}
+        assert held == set(range(first_read // 2 * 2, len(row)))
+        assert held >= set(range(first_read, len(row)))
+        row += taken(pool.alloc_extend([len(row)], [length], row[-1:] or [-1], length - len(row)))
+    assert held == set(range(6, 12))
+    pool.free(row)
+    balanced(pool)
