@@ -198,7 +198,7 @@ class KVMemory:
         Raises InvalidArgument, with nothing sent, when the plan goes beyond what its rows have reserved.
         """
         reserved = self.table.lengths[plan.rows]
-        if (plan.seq_lens > reserved).any():
+        if np.count_nonzero(plan.seq_lens > reserved):
             i = int(np.argmax(plan.seq_lens > reserved))
             raise InvalidArgument(
                 f"step {plan.step} writes row {plan.rows[i]} up to token {plan.seq_lens[i]}; {reserved[i]} are reserved"

@@ -68,10 +68,10 @@ class RowAllocator:
         """
         table, size = self.table, self.page_size
         at = table.index_of_held(rows)
-        least, most = int(np.minimum.reduce(lengths, initial=0)), int(np.maximum.reduce(lengths, initial=0))
-        if len(lengths) != len(rows) or least < 0 or most > table.max_pages * size:
+        # Below 0 is huge without a sign.
+        if len(lengths) != len(rows) or np.maximum.reduce(lengths.view(np.uint32), initial=0) > table.max_pages * size:
             raise InvalidArgument(
-                f"{len(lengths)} lengths for {len(rows)} rows, from {least} to {most} tokens; a row of the table has "
+                f"{len(lengths)} lengths for {len(rows)} rows: {lengths[:8].tolist()} tokens; a row of the table has "
                 f"{table.max_pages} pages of {size}"
             )
         counts = table.page_counts[at]
