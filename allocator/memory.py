@@ -132,7 +132,7 @@ class KVMemory:
     def claim(self) -> None:
         """Belong to one engine from here on.  Raises InvalidArgument when another has it."""
         if self._claimed:
-            raise InvalidArgument("this memory belongs to another engine, which has not been left")
+            raise InvalidArgument("this memory belongs to another engine, not left yet or with a step still out")
         self._claimed = True
 
     def unclaim(self) -> None:

@@ -3,8 +3,8 @@
     plan -> bind -> launch -> (the runner works) -> commit -> deliver
 
 One task does all of it, on the caller's event loop (asyncio); the runner's work is done in the launch thread.  With two
-steps in flight the next one is planned and launched while one runs.  The engine starts no process, installs no signal
-handler and touches nothing global.
+steps in flight the next one is planned and launched while one runs.
+It starts no process and installs no signal handler.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from kvloom.scheduler.config import ModelLimits, SchedulerConfig
 from kvloom.scheduler.core import SchedulerCore
 from kvloom.scheduler.errors import Draining, EngineFailed, InvalidRequest, Misuse, QueueFull, Rejected, SchedulerError
 from kvloom.scheduler.intake import Intake, Prompt
-from kvloom.scheduler.launch import Launcher
+from kvloom.scheduler.launch import Launcher, close_after
 from kvloom.scheduler.places import QueuePlaces
 from kvloom.scheduler.ports import Clock, Observer
 from kvloom.scheduler.request import FinishReason, Request
@@ -81,13 +81,15 @@ class Engine:
         try:
             runner.attach(self._memory.pools)
             await anyio.to_thread.run_sync(runner.warmup, config.max_running, config.max_batch_tokens)
-        except BaseException:
+            overlap = config.steps_in_flight_max > 1
+            self._launcher = Launcher(
+                runner, self._loop.report, self._memory.unclaim, max_rows=self._memory.max_rows, overlap=overlap
+            )
+        except BaseException as error:
+            self._state = EngineState.STOPPED
             self._memory.unclaim()
-            runner.close()
+            close_after(runner, error)
             raise
-        self._launcher = Launcher(
-            runner, self._loop.report, max_rows=self._memory.max_rows, overlap=config.steps_in_flight_max > 1
-        )
         self._loop.launch_with(self._launcher.submit, self._launcher.close)
         # In no scope of the host's: where that is cancelled, it leaves before its requests lose their loop; engines may
         # be left in any order, and in another task than they were entered in.
@@ -104,13 +106,16 @@ class Engine:
         try:  # the host may be cancelled here, and more than once
             await self._stop()
         finally:
+            self._loop.stopping = True
             for task in self._tasks:
                 task.cancel()
             self._launcher.close()
-            self._memory.unclaim()
             with anyio.CancelScope(shield=True):
                 await asyncio.wait(self._tasks)
-                await anyio.to_thread.run_sync(self._launcher.join, _LEAVE_SECONDS)
+                own = anyio.CapacityLimiter(1)  # the host's threads may all be busy
+                await anyio.to_thread.run_sync(self._launcher.join, _LEAVE_SECONDS, limiter=own)
+        if error is None and self._launcher.close_error is not None:
+            raise self._launcher.close_error
 
     async def drain(self, timeout: float | None = None) -> None:
         """Take no new requests, let the live ones finish, then stop; those left after `timeout` seconds end.
@@ -120,6 +125,8 @@ class Engine:
         """
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
             raise Misuse(f"timeout={timeout!r} is no number of seconds from 0 up")
+        if not self._tasks:
+            raise Misuse("the engine was not entered")
         if self._state is EngineState.RUNNING:
             self._state = EngineState.DRAINING
             self._places.grant(len(self._places))
@@ -139,7 +146,7 @@ class Engine:
                     await self._idle.wait()
         finally:
             self._loop.give_up()
-            self._board.refresh()
+            self._after_turn()
 
     # ---- requests ----
 
@@ -173,7 +180,7 @@ class Engine:
                 cache_namespace=cache_namespace,
                 metadata=metadata,
             )
-            await self._place(request, wait, deadline)
+            await self._place(request, wait)
             stream = TokenStream(request.id)
             self._loop.add(request, self._clock(), stream)
         except SchedulerError as error:
@@ -219,11 +226,12 @@ class Engine:
             self._core.refuse(error)
         self._board.refresh()
 
-    async def _place(self, request: Request, wait: bool, seconds: float | None) -> None:
+    async def _place(self, request: Request, wait: bool) -> None:
         """Be allowed in: the engine is open and, if the caller waits, there is a place in the queue."""
         self._require_open()
         self._core.check(request)  # what can never run need not wait to hear it
         if wait:
+            seconds = None if request.deadline is None else request.deadline - self._clock()
             try:
                 with anyio.move_on_after(seconds):
                     await self._places.wait()
@@ -236,8 +244,7 @@ class Engine:
         if self._loop.failure is not None:
             raise EngineFailed(str(self._loop.failure)) from self._loop.failure.__cause__
         if self._state is not EngineState.RUNNING:
-            hint = "; requests are taken inside `async with engine`" if self._state is EngineState.STARTING else ""
-            raise Draining(f"the engine is {self._state}{hint}")
+            raise Draining(f"the engine is {self._state}; it takes requests inside `async with engine`")
 
     # ---- what others can see ----
 

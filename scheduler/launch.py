@@ -104,6 +104,7 @@ class Launcher:
     """Runs `forward` for one batch after the other and reports each outcome on the event loop, in order.
 
     runner    its `forward` may be `async def`, and is then awaited on the event loop; closed after its last step
+    closed    called once the runner is closed, on the thread that has closed it
     report    called on the loop with the step and its result, or what went wrong (RunnerFailed, FatalRunnerError)
     overlap   the next batch may be submitted before the outcome is known; it is given `token_src`'s tokens here
     """
@@ -112,6 +113,7 @@ class Launcher:
         self,
         runner: Launched,
         report: Callable[[int, Outcome], None],
+        closed: Callable[[], None],
         *,
         max_rows: int,
         overlap: bool,
@@ -126,7 +128,8 @@ class Launcher:
         self._last_token = runner.spec.vocab_size - 1
         self._awaiting: Future[Output] | None = None  # an `async def forward` under way
         self._closed = False
-        self._close_error: Exception | None = None
+        self._closed_runner = closed
+        self.close_error: BaseException | None = None  # what the runner's `close` raised
         self._batches: SimpleQueue[StepBatch | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[int, _Launched | Exception] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._launch_all, name="kvloom-launch", daemon=True)]
@@ -153,10 +156,8 @@ class Launcher:
             self._awaiting.cancel()
 
     def join(self, seconds: float) -> None:
-        """Wait that long for the runner to be closed.  Raises what its `close` raised."""
+        """Wait that long for the runner to be closed."""
         self._threads[-1].join(seconds)
-        if self._close_error is not None:
-            raise self._close_error
 
     def _end_with_process(self) -> None:
         """A thread that is cut off inside a library's code takes the whole process down; one that hangs has to be."""
@@ -187,6 +188,8 @@ class Launcher:
         output = self._runner.forward(batch)
         if inspect.isawaitable(output):
             self._awaiting = asyncio.run_coroutine_threadsafe(_awaited(output), self._loop)
+            if self._closed:  # before there was anything to cancel
+                self._awaiting.cancel()
             output = self._awaiting.result()
         tokens, sampled = self._tokens(output, batch)
         if self._newest is not None and len(tokens) == len(batch.sample_rows):
@@ -229,8 +232,9 @@ class Launcher:
         """On the last thread that works for it."""
         try:
             self._runner.close()
-        except Exception as error:
-            self._close_error = error
+        except BaseException as error:
+            self.close_error = error
+        self._closed_runner()
         atexit.unregister(self._end_with_process)
 
     def _finish(self, step: int, launched: _Launched | Exception) -> None:
@@ -242,6 +246,14 @@ class Launcher:
             self._loop.call_soon_threadsafe(self._report, step, outcome)
         except RuntimeError:  # the loop is closed: nobody is left to tell
             return
+
+
+def close_after(runner: Launched, error: BaseException) -> None:
+    """Close a runner whose start failed with `error`; what goes wrong with that too is a note on it."""
+    try:
+        runner.close()
+    except Exception as another:
+        error.add_note(f"and the runner could not be closed: {another!r}")
 
 
 async def _awaited(awaitable: Any) -> Output:

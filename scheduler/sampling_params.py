@@ -1,6 +1,5 @@
 """How a request wants its tokens chosen."""
 
-import math
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -95,7 +94,7 @@ def _whole(field: str, value: object, low: int, high: int) -> None:
 
 
 def _number(field: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or value != value:  # noqa: PLR0124 - NaN, and no number too large for a float
         raise InvalidRequest(field, f"{value!r} is not a number")
     if value < low or value > high or (above and value == low):
         raise InvalidRequest(field, f"{value!r} is not {'above' if above else 'from'} {low} up to {high}")

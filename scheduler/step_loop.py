@@ -91,6 +91,7 @@ class StepLoop:
         self.errors: Counter[str] = Counter()
         self.failure: EngineFailed | None = None
         self.last_step_at = 0.0
+        self.stopping = False  # the engine is being left: to be cancelled is no failure
         self._memory = memory
         self._config = config
         self._clock = clock
@@ -136,7 +137,7 @@ class StepLoop:
                 self._woken = anyio.Event()
         finally:  # also when an event loop ends whose engine nobody left, or somebody cancels this task
             self._close()
-            if self._owed:
+            if not self.stopping and self.failure is None:
                 self.fail(RuntimeError("the engine's task was cancelled from outside"))
 
     async def watch(self) -> None:

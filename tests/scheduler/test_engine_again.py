@@ -1,6 +1,8 @@
 """Memory and runners that an engine has used before, or that were made for another."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -187,3 +189,116 @@ async def test_an_abort_of_what_is_no_id(engine_of: EngineOf, request_id: Any) -
         with pytest.raises(InvalidRequest, match="request_id"):
             engine.abort(request_id)
         assert (await engine.generate([1], SamplingParams(max_new_tokens=1))).token_ids
+
+
+@both_depths
+async def test_a_memory_is_not_free_before_the_last_step_of_its_engine_is_over(depth: int) -> None:
+    """A step that hangs may still write KV: nobody else may have the pages."""
+    gate = Gate()
+    runner = ScriptedRunner(gate)
+    memory = KVMemory.for_runner(runner, capacity_tokens=256, max_rows=4)
+    config = SchedulerConfig(max_running=4, steps_in_flight_max=depth)
+    first = Engine(runner, memory, config)
+    async with first, first.open([1]):
+        await gate.entered()
+    with pytest.raises(InvalidArgument, match="step still out"):
+        await Engine(ToyRunner(), memory, config).__aenter__()
+    gate.open()
+    await until(lambda: runner.closed)
+    async with Engine(ToyRunner(), memory, config) as second:
+        assert (await second.generate([1], SamplingParams(max_new_tokens=1))).token_ids
+        await first.__aexit__(None, None, None)  # once more: it has nothing to give back
+        with pytest.raises(InvalidArgument, match="another engine"):
+            await Engine(ToyRunner(), memory, config).__aenter__()
+
+
+async def test_a_drain_ends_with_the_engine(engine_of: EngineOf) -> None:
+    gate = Gate()
+    engine = engine_of(ScriptedRunner(gate))
+    async with engine, engine.open([1]):
+        await gate.entered()
+        drain = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0.01)
+    with anyio.fail_after(2):
+        await drain
+    gate.open()
+    with pytest.raises(Misuse, match="not entered"):
+        await engine_of().drain()
+
+
+async def test_the_loop_is_cancelled_while_nothing_happens(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    async with engine:
+        await asyncio.sleep(0.01)
+        (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "kvloom run")
+        task.cancel()
+        await until(lambda: engine.failure)
+        with pytest.raises(EngineFailed):
+            await engine.generate([1])
+
+
+async def test_leaving_does_not_wait_for_the_hosts_threads(engine_of: EngineOf) -> None:
+    freed = threading.Event()
+
+    def work() -> None:
+        assert freed.wait(20)
+
+    async with anyio.create_task_group() as tasks:
+        with anyio.fail_after(5):
+            async with engine_of():
+                for _ in range(40):  # as many as there are for all
+                    tasks.start_soon(anyio.to_thread.run_sync, work)
+                await anyio.sleep(0.05)
+        freed.set()
+
+
+class Sticky(ToyRunner):
+    """Cannot be closed."""
+
+    def close(self) -> None:
+        raise RuntimeError("stuck")
+
+
+async def test_a_runner_that_cannot_be_closed_hides_nothing(engine_of: EngineOf) -> None:
+    with pytest.raises(RuntimeError, match="stuck"):
+        async with engine_of(Sticky()):
+            pass
+    with pytest.raises(ZeroDivisionError):
+        async with engine_of(Sticky()):
+            raise ZeroDivisionError
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), engine_of(Sticky()):
+            await asyncio.sleep(5)
+
+    class Cold(Sticky):
+        def warmup(self, max_rows: int, max_tokens: int) -> None:
+            raise ValueError("too cold")
+
+    with pytest.raises(ValueError, match="too cold") as caught:
+        await engine_of(Cold()).__aenter__()
+    assert "stuck" in caught.value.__notes__[0]
+
+
+async def test_a_coroutine_made_after_leaving_is_cancelled(engine_of: EngineOf) -> None:
+    class Late(ToyRunner):
+        def forward(self, batch: object) -> Any:
+            time.sleep(1.3)
+            return asyncio.Event().wait()
+
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    runner, before = Late(), asyncio.all_tasks()
+    async with engine_of(runner) as engine, engine.open([1]):
+        await until(lambda: engine.statistics().scheduler.steps_in_flight == 1)
+    await until(lambda: runner.closed and asyncio.all_tasks() == before)
+
+
+@pytest.mark.parametrize("deadline", [10**400, float("inf")])
+async def test_a_deadline_that_never_comes(engine_of: EngineOf, deadline: float) -> None:
+    async with engine_of() as engine:
+        assert (await engine.generate([1], SamplingParams(max_new_tokens=1), deadline=deadline)).token_ids
+    with pytest.raises(InvalidRequest, match="temperature"):
+        SamplingParams(temperature=10**400)

@@ -93,7 +93,7 @@ async def test_a_warm_up_that_fails(engine_of: EngineOf) -> None:
     with pytest.raises(ValueError, match="too cold"):
         async with engine:
             pass
-    assert (engine.state, runner.closed) == (EngineState.STARTING, 1)
+    assert (engine.state, runner.closed) == (EngineState.STOPPED, 1)
     assert not launch_threads()
     with pytest.raises(Misuse):
         await engine.__aenter__()
