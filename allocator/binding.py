@@ -12,15 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from kvloom.allocator.batch import HostArrays
-from kvloom.allocator.indices import page_count, spans, starts
+from kvloom.allocator.indices import page_count, starts
 from kvloom.allocator.kernels import Kernels, host_kernels, kernels_for, warm_up
-from kvloom.allocator.ring import PageArray
+from kvloom.allocator.ring import NO_PAGES, PageArray
 from kvloom.allocator.staging import Staging, shared
 from kvloom.allocator.table import RequestTable, RowArray
 
 Tensors = dict[str, torch.Tensor]
 IntArray = NDArray[np.int32]
-NO_PAGES: PageArray = np.empty(0, np.int32)
 
 
 class Binding(Protocol):
@@ -55,8 +54,7 @@ def extension(
     counts = page_count(seq_lens, page_size) - first
     page_start = starts(counts)
     if page_start[-1] != len(taken):
-        # As one row of numbers: numpy takes three times as long to index with two.
-        taken = table.pages.reshape(-1)[spans(first + rows * np.int64(table.max_pages), counts)]
+        taken = table.pages_at(rows, first, counts)
     return {
         "rows": rows,
         "prefix_lens": prefix_lens,

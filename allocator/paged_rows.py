@@ -26,8 +26,10 @@ from kvloom.allocator.table import RequestTable, RowArray
 
 
 class PagedRows:
-    """Rows of `table` with pages of `allocator`.  Rows and lengths may be arrays,
-    lists or tensors of whole numbers (int32 arrays cost nothing); the rows of one call are distinct.
+    """Rows of `table` with pages of `allocator`.
+
+    Rows and lengths may be arrays, lists or tensors of whole numbers (int32 arrays cost nothing); the rows of one call
+    are distinct.
 
     `host` does the bookkeeping alone, for a `DecodeStep`: a device does not hear of what is grown there by other means.
     One thread uses it; an allocator has one table.

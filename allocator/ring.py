@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PageArray = NDArray[np.int32]
+NO_PAGES: PageArray = np.empty(0, np.int32)
 
 
 class PageRing:

@@ -10,7 +10,7 @@ from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
 from kvloom.allocator.indices import page_count, whole
 from kvloom.allocator.pages import PageLedger
 from kvloom.allocator.reports import Shortfall
-from kvloom.allocator.ring import PageArray
+from kvloom.allocator.ring import NO_PAGES, PageArray
 from kvloom.allocator.sharing import SHARED, PageShares
 from kvloom.allocator.table import RequestTable, RowArray
 
@@ -33,9 +33,6 @@ class Grown(NamedTuple):
     lengths: RowArray
     takers: NDArray[np.intp]
     pages: PageArray
-
-
-NO_PAGES: PageArray = np.empty(0, np.int32)
 
 
 class RowAllocator:
@@ -208,7 +205,9 @@ class RowAllocator:
         self.table.require_held(rows)
         if len(fences) != len(rows):
             raise InvalidArgument(f"{len(fences)} fences for {len(rows)} rows")
-        different = sorted({whole("fence", fence) for fence in fences})
+        # One look at their types for all: 256 rows may leave at once.
+        plain = set(map(type, fences)) <= {int}
+        different = sorted(set(fences) if plain else {whole("fence", fence) for fence in fences})
         if len(different) == 1:
             return [(different[0], slice(None))]
         by_row = np.asarray(fences, np.int64)

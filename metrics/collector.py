@@ -1,8 +1,8 @@
 """The Prometheus side: engines' snapshots turned into metric families when somebody scrapes.
 
 Nothing here runs while no one asks, and nothing locks: a scrape reads one immutable snapshot per engine, from whatever
-thread it is in, so its numbers belong together and page states sum to the capacity.  On
-the engine's own thread it is of this moment, on others at most 10 ms older than the last turn of its loop.
+thread it is in, so its numbers belong together and page states sum to the capacity.  On the engine's own thread it is
+of this moment, on others at most 10 ms older than the last turn of its loop.
 """
 
 import platform

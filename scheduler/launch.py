@@ -128,7 +128,7 @@ class Launcher:
         self._last_token = runner.spec.vocab_size - 1
         self._awaiting: Future[Output] | None = None  # an `async def forward` under way
         self._closed = False
-        self._closed_runner = closed
+        self._tell_closed = closed
         self.close_error: BaseException | None = None  # what the runner's `close` raised
         self._batches: SimpleQueue[StepBatch | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[int, _Launched | Exception] | None] = SimpleQueue()
@@ -234,7 +234,7 @@ class Launcher:
             self._runner.close()
         except BaseException as error:
             self.close_error = error
-        self._closed_runner()
+        self._tell_closed()
         atexit.unregister(self._end_with_process)
 
     def _finish(self, step: int, launched: _Launched | Exception) -> None:

@@ -94,7 +94,9 @@ def _whole(field: str, value: object, low: int, high: int) -> None:
 
 
 def _number(field: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or value != value:  # noqa: PLR0124 - NaN, and no number too large for a float
+    # Not math.isnan, which fails for a whole number too large for a float.
+    not_a_number = value != value  # noqa: PLR0124
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not_a_number:
         raise InvalidRequest(field, f"{value!r} is not a number")
     if value < low or value > high or (above and value == low):
         raise InvalidRequest(field, f"{value!r} is not {'above' if above else 'from'} {low} up to {high}")

@@ -32,8 +32,15 @@ class KVCache(ABC):
     _by_layer: Mapping[int, tuple[Tensor, Tensor]]  # keys and values
 
     def __init__(
-        self, size: int, page_size: int, dtype: torch.dtype, device: torch.device | str, layers: Sequence[int]
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        layer_num: int,
+        layers: Sequence[int] | None = None,
     ) -> None:
+        layers = range(layer_num) if layers is None else layers
         size, page_size = whole("size", size), whole("page_size", page_size)
         if page_size < 1:
             raise InvalidArgument(f"page_size={page_size} must be at least 1")
@@ -41,6 +48,8 @@ class KVCache(ABC):
             raise InvalidArgument(f"a KV storage of {size} tokens; at least 1")
         if len(set(layers)) != len(layers):
             raise InvalidArgument(f"layers {list(layers)} name a layer twice")
+        if len(layers) != layer_num:
+            raise InvalidArgument(f"layer_num={layer_num}, but the layers are {list(layers)}")
         self.size = size
         self.page_size = page_size
         self.dtype = dtype

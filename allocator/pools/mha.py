@@ -34,9 +34,7 @@ class MHATokenToKVPool(KVCache):
         device: torch.device | str,
         layers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(size, page_size, dtype, device, range(layer_num) if layers is None else layers)
-        if len(self.layers) != layer_num:
-            raise InvalidArgument(f"layer_num={layer_num}, but the layers are {list(self.layers)}")
+        super().__init__(size, page_size, dtype, device, layer_num, layers)
         if head_num < 0 or head_dim < 0:
             raise InvalidArgument(f"head_num={head_num}, head_dim={head_dim} below 0")
         self.head_num = head_num

@@ -32,9 +32,7 @@ class MLATokenToKVPool(KVCache):
         device: torch.device | str,
         layers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(size, page_size, dtype, device, range(layer_num) if layers is None else layers)
-        if len(self.layers) != layer_num:
-            raise InvalidArgument(f"layer_num={layer_num}, but the layers are {list(self.layers)}")
+        super().__init__(size, page_size, dtype, device, layer_num, layers)
         if kv_lora_rank < 1 or qk_rope_head_dim < 0:
             raise InvalidArgument(f"kv_lora_rank={kv_lora_rank} below 1 or qk_rope_head_dim={qk_rope_head_dim} below 0")
         self.kv_lora_rank = kv_lora_rank

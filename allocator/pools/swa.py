@@ -17,7 +17,8 @@ class SWAKVPool(KVCache):
     """
 
     def __init__(self, full: KVCache, swa: KVCache) -> None:
-        super().__init__(full.size, full.page_size, full.dtype, full.device, full.layers + swa.layers)
+        layers = full.layers + swa.layers
+        super().__init__(full.size, full.page_size, full.dtype, full.device, len(layers), layers)
         if (full.page_size, full.device) != (swa.page_size, swa.device):
             raise InvalidArgument(
                 f"full has pages of {full.page_size} on {full.device}, swa of {swa.page_size} on {swa.device}"

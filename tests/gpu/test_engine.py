@@ -1,11 +1,8 @@
 """The engine on a device: the same tokens as `generate` there, and nothing in a step that waits for the device."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
-import torch
 
+from tests.gpu.test_kernels import no_synchronisation
 from tests.models.crowd import CAPACITY, answers, spoken_by
 from tests.models.tiny import MODELS
 
@@ -15,23 +12,13 @@ pytestmark = [
 ]
 
 
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Whatever synchronises raises; a step that does fails, and so does its request."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", MODELS)
 async def test_tokens_equal_those_of_generate(name: str, page_size: int, depth: int) -> None:
     case = spoken_by(MODELS[name](), "cuda")
     said, preemptions = await answers(
-        case, page_size=page_size, chunk=16, depth=depth, capacity=CAPACITY, during=no_sync()
+        case, page_size=page_size, chunk=16, depth=depth, capacity=CAPACITY, during=no_synchronisation()
     )
     assert said == case.expected
     assert preemptions > 0
