@@ -4,14 +4,13 @@
 
 One task does all of it, on the caller's event loop (asyncio); the runner's work is done in the launch thread.  With two
 steps in flight the next one is planned and launched while one runs.
-It starts no process and installs no signal handler.
 """
 
 import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Self
 
@@ -78,18 +77,17 @@ class Engine:
         self._entered = True
         self._board = Board(self._take_picture, self._clock)  # this thread's from here on
         runner, config = self._runner, self._config
-        try:
-            runner.attach(self._memory.pools)
+        with ExitStack() as undo:  # last first, when the start fails
+            undo.callback(setattr, self, "_state", EngineState.STOPPED)
+            undo.callback(self._memory.unclaim)
+            runner.attach(self._memory.pools)  # if it raises, it has taken nothing: perhaps another has it
+            undo.push(lambda _, error, __: close_after(runner, error))
             await anyio.to_thread.run_sync(runner.warmup, config.max_running, config.max_batch_tokens)
             overlap = config.steps_in_flight_max > 1
             self._launcher = Launcher(
                 runner, self._loop.report, self._memory.unclaim, max_rows=self._memory.max_rows, overlap=overlap
             )
-        except BaseException as error:
-            self._state = EngineState.STOPPED
-            self._memory.unclaim()
-            close_after(runner, error)
-            raise
+            undo.pop_all()
         self._loop.launch_with(self._launcher.submit, self._launcher.close)
         # In no scope of the host's: where that is cancelled, it leaves before its requests lose their loop; engines may
         # be left in any order, and in another task than they were entered in.

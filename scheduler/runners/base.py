@@ -71,7 +71,7 @@ class ModelRunner(Protocol):
         """Constant; read before `attach`."""
 
     def attach(self, pools: Mapping[str, KVCache]) -> None:
-        """Take the KV storage, once, before `warmup`."""
+        """Take the KV storage, once, before `warmup`.  One that raises has taken nothing, and is not closed for it."""
 
     def warmup(self, max_rows: int, max_tokens: int) -> None:
         """Compile and capture for steps of up to `max_rows` rows and `max_tokens` tokens; the engine waits."""

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from kvloom.allocator import InvalidArgument, KVMemory, PoolSpec
-from kvloom.scheduler import Engine, NeverFits, QueueFull, SamplingParams, SchedulerConfig, TooLong
+from kvloom.scheduler import Engine, EngineState, NeverFits, QueueFull, SamplingParams, SchedulerConfig, TooLong
 from kvloom.scheduler.errors import BrokenInvariant, EngineFailed, InvalidRequest, Misuse
 from kvloom.scheduler.runners import ShadowRunner, StepOutput, ToyRunner
 from kvloom.scheduler.runners.shadow import continuation
@@ -302,3 +302,26 @@ async def test_a_deadline_that_never_comes(engine_of: EngineOf, deadline: float)
         assert (await engine.generate([1], SamplingParams(max_new_tokens=1), deadline=deadline)).token_ids
     with pytest.raises(InvalidRequest, match="temperature"):
         SamplingParams(temperature=10**400)
+
+
+async def test_a_runner_at_work_is_not_closed_by_an_engine_that_cannot_have_it() -> None:
+    class Taken(ScriptedRunner):
+        attached = 0
+
+        def attach(self, pools: Any) -> None:
+            if self.attached:
+                raise RuntimeError("at work for another")
+            self.attached += 1
+            super().attach(pools)
+
+    runner = Taken()
+    config = SchedulerConfig(max_running=4)
+    first, second = (
+        Engine(runner, KVMemory.for_runner(runner, capacity_tokens=256, max_rows=4), config) for _ in range(2)
+    )
+    async with first:
+        with pytest.raises(RuntimeError, match="at work for another"):
+            await second.__aenter__()
+        assert (second.state, runner.closed) == (EngineState.STOPPED, 0)
+        assert (await first.generate([1], SamplingParams(max_new_tokens=3))).token_ids
+    assert runner.closed == 1
