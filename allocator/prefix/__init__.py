@@ -1,6 +1,20 @@
 """Prefix caches: what to keep of requests that are gone."""
 
-from kvloom.allocator.prefix.base import Match, PrefixCache
+from kvloom.allocator.prefix.base import Evicted, Inserted, KeptPrefixCache, Match, PrefixCache
+from kvloom.allocator.prefix.eviction import EvictionPolicy, NodeView
 from kvloom.allocator.prefix.null import NullPrefixCache
+from kvloom.allocator.prefix.radix import RadixPrefixCache
+from kvloom.allocator.prefix.reports import PrefixStatistics
 
-__all__ = ["Match", "NullPrefixCache", "PrefixCache"]
+__all__ = [
+    "Evicted",
+    "EvictionPolicy",
+    "Inserted",
+    "KeptPrefixCache",
+    "Match",
+    "NodeView",
+    "NullPrefixCache",
+    "PrefixCache",
+    "PrefixStatistics",
+    "RadixPrefixCache",
+]

@@ -1,15 +1,63 @@
 """The prefix cache that caches nothing."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from kvloom.allocator.prefix.base import Match, TokenArray
+from kvloom.allocator.prefix.base import Evicted, Inserted, Match, PageArray, TokenArray
+from kvloom.allocator.prefix.reports import PrefixStatistics
 
 
 class NullPrefixCache:
-    """Every match is empty."""
+    """Every match is empty, and what is offered stays with whoever offers it.  It has no state."""
 
-    evictable_pages = 0
+    pin_budget_pages = 0
 
-    def match(self, tokens: TokenArray, namespace: str) -> Match:  # the protocol's arguments
-        """Nothing is cached.  Mutates nothing."""
-        return Match(0, np.empty(0, np.int32))
+    def attach(self, page_size: int, windows: Mapping[str, int | None]) -> None:
+        """Nothing to prepare, hence any number of memories may share it."""
+
+    def match(self, tokens: TokenArray, namespace: str = "") -> Match:
+        """Nothing is cached."""
+        return Match(0, {}, namespace)
+
+    def lock(self, match: Match) -> None:
+        """A match of this cache has no pages."""
+
+    def unlock(self, pool: str, pages: PageArray) -> None:
+        """A match of this cache has no pages."""
+
+    def insert(
+        self, namespace: str, after: int, tokens: TokenArray, pages: Mapping[str, PageArray], priority: int = 0
+    ) -> Inserted:
+        """The offered pages, none of them adopted."""
+        return Inserted(pages, {pool: np.zeros(len(offered), bool) for pool, offered in pages.items()})
+
+    def evict(self, pool: str, count: int, reason: str = "capacity") -> Evicted:
+        """There is nothing to give up."""
+        return {}
+
+    def evictable(self, pool: str) -> int:
+        """None."""
+        return 0
+
+    def tick(self, now: float) -> Evicted:
+        """Nothing grows old."""
+        return {}
+
+    def share(self, pool: str, pages: PageArray) -> None:
+        """It has no pages."""
+
+    def reset(self) -> Evicted:
+        """There is nothing to give up."""
+        return {}
+
+    def regret(self, tokens: TokenArray, namespace: str, matched_tokens: int) -> int:
+        """None."""
+        return 0
+
+    def statistics(self) -> PrefixStatistics:
+        """Zeros."""
+        return PrefixStatistics()
+
+    def check(self) -> None:
+        """Nothing can be wrong."""
