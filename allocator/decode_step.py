@@ -24,16 +24,13 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvloom.allocator.errors import InvalidArgument
 from kvloom.allocator.indices import Ints, int32s, whole
 from kvloom.allocator.kernels import kernels_for, warm_up
 from kvloom.allocator.reports import Shortfall
 from kvloom.allocator.rows import RowAllocator
-from kvloom.allocator.staging import PinnedRing
-
-BLOCKS = 8  # uploads that may be on their way
+from kvloom.allocator.sending import sender_for
 
 
 class DecodeStep:
@@ -65,7 +62,7 @@ class DecodeStep:
         self.out_loc = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.row_slot.fill_(rows.table.pad_row)
         self.seq_lens.fill_(1)
-        self._sender = _GraphSender(self._block, self.launch) if device.type == "cuda" else _HostSender(self._block)
+        self._sender = sender_for(self._block, [max_rows] * 3, self.launch)
 
     def plan(self, rows: Ints) -> Shortfall | None:
         """Reserve one more token for each of the distinct `rows` (int32) and send what `launch` needs; None when done.
@@ -92,7 +89,7 @@ class DecodeStep:
         grown = self._rows.grow_by_one(rows)
         if isinstance(grown, Shortfall):
             return grown
-        row_slot, seq_lens, new_pages = self._sender.next_block()
+        row_slot, seq_lens, new_pages = self._sender.next_fields()
         row_slot[:used], seq_lens[:used] = rows, grown.lengths
         if used < self.max_rows:
             row_slot[used:], seq_lens[used:] = self._rows.table.pad_row, 1
@@ -104,62 +101,3 @@ class DecodeStep:
             self._rows.undo(rows, grown.lengths - np.int32(1))
             raise
         return None
-
-
-class _HostSender:
-    """On the CPU the block is the host's."""
-
-    def __init__(self, block: torch.Tensor) -> None:
-        self._fields = tuple(block.numpy().reshape(3, -1))
-
-    def next_block(self) -> tuple[NDArray[np.int32], ...]:
-        """Where to write a step: rows, lengths, new pages."""
-        return self._fields
-
-    def send(self) -> None:
-        """Nothing has to travel."""
-
-    def send_and(self, launch: Callable[[], None]) -> None:
-        """Nothing has to travel."""
-        launch()
-
-
-class _GraphSender:
-    """A small graph for each pinned block: replaying it costs a third of the copy that it makes."""
-
-    def __init__(self, block: torch.Tensor, launch: Callable[[], None]) -> None:
-        self._ring = PinnedRing(block.device, BLOCKS, BLOCKS // 2)
-        self._fields: list[tuple[NDArray[np.int32], ...]] = []
-        self._uploads: list[torch.cuda.CUDAGraph] = []
-        self._steps: list[torch.cuda.CUDAGraph] = []
-        for _ in range(BLOCKS):
-            pinned, array = self._ring.next(len(block))
-            self._fields.append(tuple(array[: len(block)].reshape(3, -1)))
-            self._uploads.append(_captured(block, pinned))
-            self._steps.append(_captured(block, pinned, launch))
-
-    def next_block(self) -> tuple[NDArray[np.int32], ...]:
-        """See `_HostSender`."""
-        self._ring.turn()
-        return self._fields[self._ring.place]
-
-    def send(self) -> None:
-        """To the device."""
-        self._uploads[self._ring.place].replay()
-        self._ring.consumed_here()
-
-    def send_and(self, launch: Callable[[], None]) -> None:
-        """To the device, and launch there."""
-        self._steps[self._ring.place].replay()
-        self._ring.consumed_here()
-
-
-def _captured(
-    block: torch.Tensor, pinned: torch.Tensor, launch: Callable[[], None] = lambda: None
-) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: other threads may be busy on the device.
-    with torch.cuda.device(block.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        block.copy_(pinned[: len(block)], non_blocking=True)
-        launch()
-    return graph

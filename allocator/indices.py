@@ -62,8 +62,9 @@ def page_count(tokens: NDArray[IntT], page_size: int) -> NDArray[IntT]:
 
 def starts(counts: NDArray[np.integer]) -> NDArray[np.int32]:
     """Exclusive cumulative sum with the total at the end: int32 [N + 1]."""
-    out = np.zeros(len(counts) + 1, np.int32)
-    counts.cumsum(out=out[1:])
+    out = np.empty(len(counts) + 1, np.int32)
+    out[0] = 0
+    np.add.accumulate(counts, 0, np.int32, out[1:])
     return out
 
 
@@ -75,6 +76,18 @@ def counting(count: int) -> NDArray[np.int32]:
 @lru_cache(maxsize=32)
 def _counting_below(bits: int) -> NDArray[np.int32]:
     array = np.arange(2**bits, dtype=np.int32)
+    array.setflags(write=False)
+    return array
+
+
+def places_below(count: int) -> NDArray[np.intp]:
+    """0, 1, .. count - 1 as numpy indexes with them; shared, hence read-only."""
+    return _places_below(count.bit_length())[:count]
+
+
+@lru_cache(maxsize=32)
+def _places_below(bits: int) -> NDArray[np.intp]:
+    array = np.arange(2**bits, dtype=np.intp)
     array.setflags(write=False)
     return array
 

@@ -58,6 +58,29 @@ class Kernels(Protocol):
         Mutates `out`, and in `table` the entries of the new pages and no others.
         """
 
+    def extend_step(
+        self,
+        table: Tensor,
+        sizes: Tensor,
+        rows: Tensor,
+        prefix_lens: Tensor,
+        seq_lens: Tensor,
+        new_pages: Tensor,
+        page_start: Tensor,
+        token_start: Tensor,
+        out: Tensor,
+        page_size: int,
+    ) -> None:
+        """`extend_rows` for a batch whose size only the device knows, as when a graph replays the launch.
+
+        sizes int32 [3]: how many rows grow, `k`; `(k - 1).bit_length()`, which is how often they can be halved; by how
+        many tokens they grow, all together.  They are the first `k` of `rows`; behind them token_start stays at its
+        last, and what the others say is not asked for (a row that could be one, of a length that it could have).
+        N and M are at least 1; `new_pages` may be longer than what is new, `out` [T] longer than the tokens: slots
+        behind them are 0.
+        Mutates `out`, and in `table` the entries of the new pages and no others.
+        """
+
     def decode(self, last_loc: Tensor, new_pages: Tensor, out: Tensor, page_size: int) -> None:
         """One token per row: `last_loc + 1`, or the first slot of page `new_pages[i]` where that is above 0.
 

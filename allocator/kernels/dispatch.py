@@ -12,7 +12,7 @@ from kvloom.allocator.kernels import host_kernels, torch_kernels
 from kvloom.allocator.kernels.base import Kernels
 
 if TYPE_CHECKING:
-    from kvloom.allocator.kernels.triton_kernels import TritonKernels
+    from kvloom.allocator.kernels.triton_launches import TritonKernels
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -43,6 +43,6 @@ def _triton_kernels_for(device: torch.device) -> "TritonKernels | None":
 @cache
 def _triton_kernels(index: int) -> "TritonKernels":
     # Imported late: the package works without triton, and on the CPU does not pay for loading it.
-    from kvloom.allocator.kernels.triton_kernels import TritonKernels  # noqa: PLC0415
+    from kvloom.allocator.kernels.triton_launches import TritonKernels  # noqa: PLC0415
 
     return TritonKernels(torch.device("cuda", index))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvloom.allocator.kernels.torch_kernels import decode, store_kv
 
-__all__ = ["decode", "decode_rows", "extend", "extend_rows", "store_kv"]
+__all__ = ["decode", "decode_rows", "extend", "extend_rows", "extend_step", "store_kv"]
 
 Ints = NDArray[np.int32]
 Slots = NDArray[np.int64]
@@ -52,6 +52,34 @@ def extend_rows(
     last_page = entries[lines, np.minimum(prefix // page_size, entries.shape[1] - 1)]
     first = last_page * np.int64(page_size) + prefix % page_size
     _fill(first, prefix, seq, pages, begins, owner, index, out.numpy(), page_size)
+
+
+def extend_step(
+    table: Tensor,
+    sizes: Tensor,
+    rows: Tensor,
+    prefix_lens: Tensor,
+    seq_lens: Tensor,
+    new_pages: Tensor,
+    page_start: Tensor,
+    token_start: Tensor,
+    out: Tensor,
+    page_size: int,
+) -> None:
+    """See `Kernels.extend_step`."""
+    rows_n, _, tokens_n = sizes.tolist()
+    extend_rows(
+        table,
+        rows[:rows_n],
+        prefix_lens[:rows_n],
+        seq_lens[:rows_n],
+        new_pages[: int(page_start[rows_n])],
+        page_start[: rows_n + 1],
+        token_start[: rows_n + 1],
+        out[:tokens_n],
+        page_size,
+    )
+    out[tokens_n:] = 0
 
 
 def decode_rows(table: Tensor, rows: Tensor, seq_lens: Tensor, new_pages: Tensor, out: Tensor, page_size: int) -> None:

@@ -42,6 +42,38 @@ def extend_rows(
     _fill(page * page_size + prefix_lens % page_size, prefix_lens, seq_lens, new_pages, page_start, out, page_size)
 
 
+def extend_step(
+    table: Tensor,
+    sizes: Tensor,
+    rows: Tensor,
+    prefix_lens: Tensor,
+    seq_lens: Tensor,
+    new_pages: Tensor,
+    page_start: Tensor,
+    token_start: Tensor,
+    out: Tensor,
+    page_size: int,
+) -> None:
+    """See `Kernels.extend_step`."""
+    tokens_n, token = sizes[2], torch.arange(out.shape[0], device=out.device)
+    # What is no token does again what the last token does; where there is none, it writes back what it reads.
+    at = torch.minimum(token, (tokens_n - 1).clamp(min=0)).to(torch.int32)
+    row = torch.searchsorted(token_start[1:], at, right=True).clamp(max=rows.shape[0] - 1)
+    position = prefix_lens[row].to(torch.int64) + at - token_start[row]
+    page_index = position // page_size
+    nth = page_index - _pages_before(prefix_lens, page_size)[row]
+    entry = rows[row].to(torch.int64) * table.shape[1] + page_index.clamp(max=table.shape[1] - 1)
+    entries = table.view(-1)
+    page = torch.where(
+        (nth >= 0) & (tokens_n > 0),
+        new_pages[(page_start[row] + nth).clamp(0, new_pages.shape[0] - 1)],
+        entries.index_select(0, entry),
+    )
+    entries.scatter_(0, entry, page)
+    slot = page.to(torch.int64) * page_size + position % page_size
+    out.copy_(torch.where(token < tokens_n, slot, 0))
+
+
 def decode(last_loc: Tensor, new_pages: Tensor, out: Tensor, page_size: int) -> None:
     """See `Kernels.decode`."""
     first_slots = new_pages.to(torch.int64) * page_size

@@ -9,11 +9,12 @@ import torch
 
 from benchmarks.kernels.launches import EXTEND_SHAPES
 from benchmarks.kernels.timing import Work
-from kvloom.allocator import DecodeStep, PagedRows, PagedTokenToKVPoolAllocator, RequestTable, Shortfall
+from kvloom.allocator import DecodeStep, ExtendStep, PagedRows, PagedTokenToKVPoolAllocator, RequestTable, Shortfall
 from kvloom.allocator.table import RowArray
 
 DECODE_ROWS = (1, 64, 256, 1024, 4096)
 RETIRED = ((64, 4096), (256, 1024))
+STEP_ROWS, STEP_TOKENS = 256, 32_768  # what one captured extend step has room for
 START = 512  # tokens of the rows that decode, more or less
 STEPS = 2900  # that they can take
 
@@ -65,13 +66,34 @@ def decode_steps(device: torch.device, page_size: int) -> Iterator[Work]:
 
 
 def extend_steps(device: torch.device, page_size: int) -> Iterator[Work]:
-    """New rows with a prompt each."""
-    for rows_n, tokens in EXTEND_SHAPES:
-        rows = crowd(device, page_size, rows_n, tokens)
+    """New rows with a prompt each, in the three ways of `decode_steps`; one step has room for all but the longest."""
+    for (rows_n, tokens), device_goal in EXTEND_SHAPES.items():
         lengths = np.full(rows_n, tokens, np.int32)
-        mine = opened(rows, lengths)
-        name, goal = f"extend step, {rows_n:,} x {tokens:,}", 40.0 if tokens <= 8192 else None
-        yield Work(name, partial(rows.extend_rows, mine, lengths), partial(reopen, rows, mine), host_goal=goal)
+        room = max(STEP_TOKENS, tokens)
+        goal = 40.0 if room == STEP_TOKENS else None
+        what = f"{rows_n:,} x {tokens:,}"
+        rows, mine = prompts(device, page_size, lengths)
+        again = partial(reopen, rows, mine)
+        yield Work(f"extend step, launched, {what}", partial(rows.extend_rows, mine, lengths), again)
+        rows, mine = prompts(device, page_size, lengths)
+        step, again = ExtendStep(rows.host, STEP_ROWS, room), partial(reopen, rows, mine)
+        yield Work(f"extend step, replayed, {what}", partial(step.run, mine, lengths), again, host_goal=goal)
+        rows, mine = prompts(device, page_size, lengths)
+        step, again = ExtendStep(rows.host, STEP_ROWS, room), partial(reopen, rows, mine)
+        yield Work(
+            f"extend step, kernel in the model's graph, {what}",
+            partial(step.plan, mine, lengths),
+            again,
+            launch=step.launch,
+            host_goal=goal,
+            device_goal=device_goal,
+        )
+
+
+def prompts(device: torch.device, page_size: int, lengths: RowArray) -> tuple[PagedRows, RowArray]:
+    """Rows that have been extended to these lengths once."""
+    rows = crowd(device, page_size, len(lengths), int(lengths.max()))
+    return rows, opened(rows, lengths)
 
 
 def retire(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from kvloom.allocator import InvalidArgument
-from kvloom.allocator.indices import Ints, host_ints, page_count, spans, starts, whole
+from kvloom.allocator.indices import Ints, host_ints, page_count, places_below, spans, starts, whole
 
 small = st.integers(0, 50)
 
@@ -102,3 +102,11 @@ def test_spans(rows: list[tuple[int, int]]) -> None:
     first, counts = np.array(rows, np.int32).reshape(-1, 2).T
     expected = [begin + i for begin, count in rows for i in range(count)]
     assert spans(first, counts).tolist() == expected
+
+
+@given(st.integers(0, 70))
+def test_places_below(count: int) -> None:
+    places = places_below(count)
+    assert places.tolist() == list(range(count))
+    assert places.dtype == np.intp
+    assert not places.flags.writeable

@@ -113,6 +113,7 @@ def test_500_shapes_compile_nothing_new(kernels: Kernels, cuda: torch.device, mo
         decoding = Run(grow(page_size, decode_lengths(rng, page_size, rows, longest)), cuda, index_dtype)
         for verb in EXTENDING:
             verb(extending, kernels)
+        extending.extend_step(kernels, rows + rng.randint(1, 9), len(extending.batch.slots) + rng.randint(1, 999))
         for verb in DECODING:
             verb(decoding, kernels)
         key = torch.randn(rows, rng.randint(1, 4), rng.randint(1, 70), device=cuda).to(
@@ -164,6 +165,7 @@ def test_case_b07_slots_past_int32(kernels: Kernels, cuda: torch.device) -> None
         run.sent["new_pages"] = torch.tensor([8_388_607, 8_388_608], dtype=torch.int32, device=cuda)
         verb(run, kernels)
         assert run.slots.tolist() == [*range(2_147_483_392, 2_147_483_648), *range(2_147_483_648, 2_147_483_692)]
+    check_extend(kernels, grow(256, [(0, 300), (200, 70)], first_page=8_388_607), cuda, torch.int64)
     check_decode(kernels, grow(256, [(256, 1), (5, 1), (511, 1)], first_page=8_388_607), cuda, torch.int64)
 
 

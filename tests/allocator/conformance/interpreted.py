@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from kvloom.allocator.kernels.triton_kernels import TritonKernels
+from kvloom.allocator.kernels.triton_launches import TritonKernels
 from tests.allocator.conformance.kinds import PAGED, SWA, Kind
 from tests.allocator.conformance.machine import check_against_twin
 from tests.allocator.kernels.batches import Run, grow

@@ -113,6 +113,20 @@ class Run:
     def extend_rows(self, kernels: Kernels) -> None:
         kernels.extend_rows(self.table, **self.sent, out=self.slots, page_size=self.batch.page_size)
 
+    def extend_step(self, kernels: Kernels, rows_max: int, tokens_max: int) -> None:
+        """In a block for more rows and tokens, where something is left of the step before; checks what is behind."""
+        rows_n, tokens_n, longer = len(self.batch.rows), len(self.batch.slots), self.batch.rows or [0]
+        behind = {"rows": longer[-1], "prefix_lens": 1, "seq_lens": 9, "page_start": 9, "token_start": tokens_n}
+        sent = {
+            name: torch.cat((tensor, tensor.new_full((rows_max - rows_n,), behind.get(name, 7))))
+            for name, tensor in self.sent.items()
+        }
+        sizes = ints([rows_n, (rows_n - 1).bit_length(), tokens_n], self.out.device, torch.int32)
+        out = torch.full((tokens_max,), UNTOUCHED, dtype=self.index_dtype, device=self.out.device)
+        kernels.extend_step(self.table, sizes, **sent, out=out, page_size=self.batch.page_size)
+        self.slots.copy_(out[:tokens_n])
+        assert not out[tokens_n:].any()
+
     def decode(self, kernels: Kernels) -> None:
         kernels.decode(self.last_loc, self.decode_pages, self.slots, self.batch.page_size)
 
@@ -134,11 +148,15 @@ DECODING: tuple[Verb, ...] = (Run.decode, Run.decode_rows)  # of batches in whic
 
 
 def check_extend(kernels: Kernels, batch: Batch, device: torch.device, index_dtype: torch.dtype) -> None:
-    """Both extend verbs give the batch's answers."""
+    """All extend verbs give the batch's answers."""
     for verb, after in zip(EXTENDING, (batch.table, batch.table_after), strict=True):
         run = Run(batch, device, index_dtype)
         verb(run, kernels)
         run.check(after)
+    for more in (1, 600):
+        run = Run(batch, device, index_dtype)
+        run.extend_step(kernels, len(batch.rows) + more, len(batch.slots) + more)
+        run.check(batch.table_after)
 
 
 def check_decode(kernels: Kernels, batch: Batch, device: torch.device, index_dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from kvloom.allocator.kernels import torch_kernels, triton_kernels
+from kvloom.allocator.kernels import torch_kernels, triton_kernels, triton_launches
 from tests.allocator.kernels.batches import (
     PAGE_SIZES,
     Run,
@@ -20,13 +20,13 @@ from tests.allocator.kernels.batches import (
 )
 
 CPU = torch.device("cpu")
-KERNELS = triton_kernels.TritonKernels(CPU)
+KERNELS = triton_launches.TritonKernels(CPU)
 
 
 def test_kernels_are_interpreted() -> None:
     """Else all tests here would fail for want of a device, or worse, pass on one."""
     assert os.environ["TRITON_INTERPRET"] == "1"
-    assert isinstance(triton_kernels._decode, InterpretedFunction)
+    assert isinstance(triton_kernels.decode, InterpretedFunction)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -63,6 +63,7 @@ def test_case_b07_equals_torch_past_int32() -> None:
         assert run.slots.min() > 2**31 - 257
         assert torch.equal(run.out, expected.out)
         assert torch.equal(run.table, expected.table)
+    check_extend(KERNELS, grow(256, [(0, 300), (200, 70)], first_page=8_388_607), CPU, torch.int64)
     decode = grow(256, [(256, 1), (5, 1), (511, 1)], first_page=8_388_607)
     check_decode(KERNELS, decode, CPU, torch.int64)
 

@@ -31,7 +31,9 @@ def test_under_the_interpreter() -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-@pytest.mark.parametrize("name", ["_extend", "_extend_rows", "_decode", "_decode_rows", "_store_words", "_store_bytes"])
+@pytest.mark.parametrize(
+    "name", ["extend", "extend_rows", "extend_step", "decode", "decode_rows", "store_words", "store_bytes"]
+)
 def test_compiles_for_cuda(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler refuses things that the interpreter lets pass; it needs no device to say so."""
     import triton
@@ -44,7 +46,8 @@ def test_compiles_for_cuda(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     kernel = getattr(triton_kernels, name)
     wide = {"out": "*i64", "last_loc": "*i64", "loc": "*i64"}
     wide |= dict.fromkeys(("key", "value", "key_buffer", "value_buffer"), "*bf16")
-    numbers = {"table_width", "rows_n", "halvings", "tokens_n", "page_size", "width", "key_stride", "value_stride"}
+    numbers = {"table_width", "rows_n", "halvings", "tokens_n", "out_n", "page_size"}
+    numbers |= {"width", "key_stride", "value_stride"}
     names = inspect.signature(kernel.fn).parameters
     signature = {name: "i32" if name in numbers else wide.get(name, "*i32") for name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs={}, attrs={})
