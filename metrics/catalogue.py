@@ -27,9 +27,10 @@ class Kind(enum.StrEnum):
 class Family:
     """One metric.
 
-    name     without the prefix
-    labels   label -> its closed set of values; None: the names of the engine's pools, or free text of an info metric
-    buckets  upper bounds of a histogram, ascending, without the infinite one
+    name      without the prefix
+    labels    label -> its closed set of values; None: the names of the engine's pools, or free text of an info metric
+    buckets   upper bounds of a histogram, ascending, without the infinite one
+    observed  a histogram that the metrics' observer counts; else the memory has counted it, into buckets of its own
     """
 
     name: str
@@ -37,6 +38,7 @@ class Family:
     help: str
     labels: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()
+    observed: bool = True
 
 
 # What a metric may be split by.  A value outside its closed set is counted as "other": totals stay whole, and clients
@@ -50,6 +52,11 @@ REJECT_REASONS = (
 )  # fmt: skip
 FINISH_REASONS = ("stop", "length", "abort", "deadline", "error", "shutdown")
 FREE_REASONS = ("finish", "abort", "preempt", "window", "evict", "rollback")
+ALLOCATION_OPS = ("prefill", "decode", "restore")
+# The loop's memory has no table from full to window pages that could go wrong: "swa_map" stays 0.
+VIOLATION_CHECKS = ("conservation", "double_free", "foreign_page", "swa_map")
+CACHE_TIERS = ("device", "host", "storage")
+DIRECTIONS = ("out", "in")
 EVICT_REASONS = ("capacity", "watermark", "ttl", "reset", "manual")
 PREEMPT_REASONS = ("kv", "priority", "pause")
 PROMPT_SOURCES = ("computed", "device_hit", "host_hit", "storage_hit", "recomputed")
@@ -68,6 +75,9 @@ DURATION_SECONDS = (
     0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0,
 )  # fmt: skip
 TOKENS = tuple(4.0**power for power in range(11))  # 1 to 1,048,576
+GROUP_PAGES = TOKENS[:10]  # 1 to 262,144
+RESIDENCY_SECONDS = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+EVICTION_SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0)  # none has a bucket of its own
 
 C, G, H, I = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM, Kind.INFO  # noqa: E741 - the letters of the table below
@@ -103,16 +113,54 @@ CATALOGUE: tuple[Family, ...] = (
     # Pools
     Family("kv_pages", G, "Pages by state; sums to the capacity.", {"pool": POOLS, "state": PAGE_STATES}),
     Family("kv_capacity_pages", G, "Pages in the pool.", {"pool": POOLS}),
-    Family("kv_used_ratio", G, "Share of pages that requests hold.", {"pool": POOLS}),
-    Family("kv_peak_active_pages", G, "Most pages held by requests at once since start.", {"pool": POOLS}),
+    Family(
+        "kv_pool_info", I, "What a page of the pool is.",
+        dict.fromkeys(("pool", "page_tokens", "page_bytes", "dtype", "layers")),
+    ),
+    Family("kv_used_ratio", G, "Share of pages that requests need: active and reserved.", {"pool": POOLS}),
+    Family("kv_peak_active_pages", G, "Most pages active at once since start.", {"pool": POOLS}),
     Family("kv_slack_tokens", G, "Unused slots in partly filled active pages.", {"pool": POOLS}),
+    Family("kv_allocated_pages_total", C, "Pages taken.", {"pool": POOLS, "op": ALLOCATION_OPS}),
     Family("kv_freed_pages_total", C, "Pages given back.", {"pool": POOLS, "reason": FREE_REASONS}),
+    Family(
+        "kv_allocation_failures_total", C, "Too few free pages, before eviction or preemption.",
+        {"pool": POOLS, "op": ALLOCATION_OPS},
+    ),
     Family("kv_free_groups_total", C, "Groups of pages given back at once.", {"pool": POOLS}),
+    Family("kv_free_group_pages", H, "Pages given back at once.", {"pool": POOLS}, GROUP_PAGES, observed=False),
     Family("kv_free_list_sorts_total", C, "Merges of released pages into a sorted free list.", {"pool": POOLS}),
+    Family("kv_invariant_violations_total", C, "Checks that failed; each is a defect.", {"check": VIOLATION_CHECKS}),
+    Family(
+        "kv_page_lifetime_seconds", H, "From taken to free, of sampled pages.",
+        {"pool": POOLS}, RESIDENCY_SECONDS, observed=False,
+    ),
+    Family(
+        "kv_page_idle_before_evict_seconds", H, "From last used to evicted, of sampled pages.",
+        {"pool": POOLS}, RESIDENCY_SECONDS, observed=False,
+    ),
+    Family(
+        "kv_page_reuse_gap_seconds", H, "From free to taken again, of sampled pages.",
+        {"pool": POOLS}, RESIDENCY_SECONDS, observed=False,
+    ),
+    Family("kv_page_sample_ratio", G, "Share of the pages that are sampled.", {"pool": POOLS}),
+    # Prefix cache
+    Family("prefix_cache_query_tokens_total", C, "Tokens looked up, by the first look-up of each request."),
+    Family(
+        "prefix_cache_hit_tokens_total", C, "Tokens found: on the device by first look-ups, or restored from the host.",
+        {"tier": CACHE_TIERS},
+    ),
     Family(
         "prefix_cache_evicted_pages_total", C, "Pages the prefix cache gave up.",
         {"pool": POOLS, "reason": EVICT_REASONS},
     ),
+    Family(
+        "prefix_cache_eviction_seconds", H, "Host time of an eviction.", buckets=EVICTION_SECONDS, observed=False,
+    ),
+    Family("prefix_cache_entries", G, "Nodes of the tree."),
+    Family("prefix_cache_inserted_pages_total", C, "Pages that the cache took over, of all pools."),
+    Family("prefix_cache_duplicate_pages_total", C, "Pages offered that the cache had already, of all pools."),
+    Family("prefix_cache_regret_tokens_total", C, "Tokens missed that were cached not long before."),
+    Family("prefix_cache_offload_bytes_total", C, "KV moved to the host and back.", {"direction": DIRECTIONS}),
     # Pressure and life
     Family("preemptions_total", C, "Requests sent back to the queue.", {"reason": PREEMPT_REASONS}),
     Family("engine_state", G, "1 for the state the engine is in.", {"state": ENGINE_STATES}),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -24,11 +25,13 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from kvloom.metrics.catalogue import BASE_LABELS, CATALOGUE, Family, Kind
-from kvloom.metrics.histograms import HistogramState
-from kvloom.metrics.readings import Values, readings
+from kvloom.metrics.memory_readings import memory_of, memory_tallies, pool_infos
+from kvloom.metrics.readings import readings
 from kvloom.metrics.timings import TimingObserver
+from kvloom.metrics.values import Values
 
 if TYPE_CHECKING:
+    from kvloom.allocator.reports import MemoryStatistics
     from kvloom.scheduler.status import EngineStatistics
 
 Source = Callable[[], "EngineStatistics"]
@@ -96,32 +99,43 @@ class KVLoomCollector:
             case Kind.HISTOGRAM:
                 histogram = HistogramMetricFamily(name, family.help, labels=labels)
                 for picture in pictures:
-                    for values, (bounds, state) in picture.histograms[family.name].items():
-                        pairs = zip((*bounds, float("inf")), state.cumulative, strict=True)
+                    for values, counts in picture.histograms.get(family.name, {}).items():
+                        pairs = zip((*counts.bounds, float("inf")), counts.cumulative, strict=True)
                         buckets = [(_bound(bound), count) for bound, count in pairs]
-                        histogram.add_metric((*picture.base, *values), buckets, state.sum)
+                        histogram.add_metric((*picture.base, *values), buckets, counts.total)
                 return histogram
             case Kind.INFO:
                 info = InfoMetricFamily(name.removesuffix("_info"), family.help, labels=BASE_LABELS)
                 for picture in pictures:
-                    info.add_metric(picture.base, self._build)
+                    for facts in {"build_info": [self._build], "kv_pool_info": picture.pools}[family.name]:
+                        info.add_metric(picture.base, facts)
                 return info
         plain = (CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily)(
             name, family.help, labels=labels
         )
         for picture in pictures:
-            for values, value in picture.numbers[family.name].items():
+            for values, value in picture.numbers.get(family.name, {}).items():
                 plain.add_metric((*picture.base, *values), value)
         return plain
 
 
 @dataclass(frozen=True, slots=True)
+class _Counts:
+    """One histogram: values up to each bound, and up to any; their sum."""
+
+    bounds: tuple[float, ...]
+    cumulative: list[int]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Picture:
-    """One engine at one moment; `base` are the values of the base labels."""
+    """One engine at one moment; `base` are the values of the base labels, `pools` the facts about each pool."""
 
     base: tuple[str, str]
     numbers: dict[str, Values]
-    histograms: dict[str, dict[tuple[str, ...], tuple[tuple[float, ...], HistogramState]]]
+    histograms: dict[str, dict[tuple[str, ...], _Counts]]
+    pools: list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +146,28 @@ class _View:
     model: str
 
     def picture(self) -> _Picture:
-        histograms = {
-            family: {values: (one.bounds, one.snapshot()) for values, one in histograms.items()}
-            for family, histograms in self.timings.histograms.items()
-        }
-        return _Picture((self.engine, self.model), readings(self.source()), histograms)
+        statistics = self.source()
+        memory = memory_of(statistics)
+        return _Picture(
+            (self.engine, self.model),
+            readings(statistics),
+            self._histograms(memory),
+            pool_infos(memory) if memory else [],
+        )
+
+    def _histograms(self, memory: "MemoryStatistics | None") -> dict[str, dict[tuple[str, ...], _Counts]]:
+        """Those of the observer, and those that the memory has counted."""
+        found: dict[str, dict[tuple[str, ...], _Counts]] = {}
+        for family, histograms in self.timings.histograms.items():
+            states = {values: (one.bounds, one.snapshot()) for values, one in histograms.items()}
+            found[family] = {
+                values: _Counts(bounds, state.cumulative, state.sum) for values, (bounds, state) in states.items()
+            }
+        for family, tallies in memory_tallies(memory).items() if memory else ():
+            found[family] = {
+                values: _Counts(one.bounds, list(accumulate(one.counts)), one.total) for values, one in tallies.items()
+            }
+        return found
 
 
 def _bound(value: float) -> str:

@@ -38,7 +38,7 @@ def instrument(
     model      label `model`: a name you chose, never one that a client sent
     name       label `engine`: tells the engines of one registry apart (they share one collector)
     namespace  prefix of every metric
-    buckets    family name without prefix -> other upper bounds for its histogram
+    buckets    family name without prefix -> other upper bounds for its histogram; of pages they are fixed
 
     Raises ValueError when the registry already exports an engine of that name, or for labels that are no text; nothing
     has changed then.

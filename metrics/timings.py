@@ -18,14 +18,15 @@ Histograms = Mapping[tuple[str, ...], Histogram]  # by label values, in the orde
 class TimingObserver:
     """The histograms of one engine: an observer of it, and what its collector reads.
 
-    `buckets` replaces the upper bounds of the families it names.  Raises ValueError when one of them is no histogram.
+    `buckets` replaces the upper bounds of the families it names.
+    Raises ValueError when one of them is no histogram, or one that the memory counts.
     """
 
     def __init__(self, buckets: Mapping[str, Sequence[float]] | None = None) -> None:
-        families = {family.name: family for family in CATALOGUE if family.kind is Kind.HISTOGRAM}
+        families = {family.name: family for family in CATALOGUE if family.observed and family.kind is Kind.HISTOGRAM}
         buckets = buckets or {}
         if strangers := buckets.keys() - families.keys():
-            raise ValueError(f"no histograms: {sorted(strangers)}; there are {sorted(families)}")
+            raise ValueError(f"no histograms of an observer: {sorted(strangers)}; there are {sorted(families)}")
         self.histograms: Mapping[str, Histograms] = {
             name: _histograms(family, buckets.get(name, family.buckets)) for name, family in families.items()
         }

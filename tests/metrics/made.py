@@ -1,12 +1,18 @@
 """Statistics, steps and requests made by hand, with every number different from the others."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvloom.allocator.reports import MemoryStatistics, PoolStatistics
+from kvloom.allocator.books import GROUP_PAGES
+from kvloom.allocator.page_sampling import RESIDENCY_SECONDS
+from kvloom.allocator.prefix import PrefixStatistics
+from kvloom.allocator.reports import HostStatistics, MemoryStatistics, PageTimes, PoolGeometry, PoolStatistics
+from kvloom.allocator.reuse import EVICTION_SECONDS
+from kvloom.allocator.tally import TallyState
 from kvloom.scheduler.plan import Committed, Plan, SchedulerStatistics
 from kvloom.scheduler.request import Finished, FinishReason, Request, Sequence, Timings, Usage
 from kvloom.scheduler.status import EngineState, EngineStatistics
@@ -31,23 +37,58 @@ BUSY_SCHEDULER = SchedulerStatistics(
 
 def pool(name: str = "full", **changes: Any) -> PoolStatistics:
     busy = PoolStatistics(
-        pool=name, page_size=16, capacity=100, free=41, held=30, cached=22, quarantined=7, peak_held=64, allocated=500,
-        freed={"finish": 400, "abort": 28, "preempt": 20}, failures=3, groups=38, sorts=2, slack_tokens=113,
+        pool=name, page_size=16, capacity=100, free=41, held=30, cached=22, quarantined=7, peak_held=64, peak_active=66,
+        allocated_by_op={"prefill": 300, "decode": 260, "restore": 30},
+        freed={"finish": 400, "abort": 28, "preempt": 20, "evict": 90}, failures_by_op={"prefill": 3, "decode": 12},
+        groups=38, group_pages=tally(GROUP_PAGES, 448.0, 31, 7), sorts=2, slack_tokens=113, evictable=17,
+        times=PageTimes(
+            0.125,
+            lifetime=tally(RESIDENCY_SECONDS, 65.5, 0, 51, 1), idle_before_evict=tally(RESIDENCY_SECONDS, 9.5, 14),
+            reuse_gap=tally(RESIDENCY_SECONDS, 18.5, 37),
+        ),
     )  # fmt: skip
     return busy._replace(**changes)
 
 
-def memory(*pools: PoolStatistics, **changes: Any) -> MemoryStatistics:
+def tally(bounds: tuple[float, ...], total: float, *counts: int) -> TallyState:
+    """With these counts in the first buckets."""
+    return TallyState(bounds, (*counts, *[0] * (len(bounds) + 1 - len(counts))), total)
+
+
+BUSY_PREFIX = PrefixStatistics(
+    entries=13, pages={"full": 22}, locked={"full": 5}, inserted=120, duplicates=19, evicted={("full", "capacity"): 90},
+    query_tokens=6001, hit_tokens=503, regret_tokens=77,
+)  # fmt: skip
+
+
+def memory(*pools: PoolStatistics, evicted: Mapping[tuple[str, str], int] | None = None) -> MemoryStatistics:
     by_name = {one.pool: one for one in pools or (pool(),)}
-    made = MemoryStatistics(
-        by_name, rows_capacity=16, rows_held=10, rows_quarantined=1, evicted={("full", "capacity"): 90}
+    return MemoryStatistics(
+        by_name,
+        rows_capacity=16,
+        rows_held=10,
+        rows_quarantined=1,
+        prefix=BUSY_PREFIX if evicted is None else BUSY_PREFIX._replace(evicted=evicted),
+        host=HostStatistics(limit=1 << 20, used=4096, bytes_out=12288, bytes_in=8192),
+        eviction_seconds=tally(EVICTION_SECONDS, 0.004, 5, 0, 1),
+        geometry={name: PoolGeometry(one.page_size, 24_576, "bfloat16", 24) for name, one in by_name.items()},
+        restored_tokens=59,
+        violations={"double_free": 2, "conservation": 1},
     )
-    return made._replace(**changes)
 
 
 def idle() -> EngineStatistics:
-    fresh = pool(free=100, held=0, cached=0, quarantined=0, peak_held=0, freed={}, groups=0, sorts=0, slack_tokens=0)
-    return EngineStatistics(EngineState.STARTING, False, IDLE_SCHEDULER, memory(fresh, evicted={}), 0.0, 0.0, {})
+    never = tally(RESIDENCY_SECONDS, 0.0)
+    fresh = pool(
+        free=100, held=0, cached=0, quarantined=0, peak_held=0, peak_active=0, allocated_by_op={}, freed={},
+        failures_by_op={}, groups=0, group_pages=tally(GROUP_PAGES, 0.0), sorts=0, slack_tokens=0, evictable=0,
+        times=PageTimes(0.125, never, never, never),
+    )  # fmt: skip
+    nothing = memory(fresh)._replace(
+        prefix=PrefixStatistics(), host=HostStatistics(0, 0, 0, 0), eviction_seconds=tally(EVICTION_SECONDS, 0.0),
+        restored_tokens=0, violations={},
+    )  # fmt: skip
+    return EngineStatistics(EngineState.STARTING, False, IDLE_SCHEDULER, nothing, 0.0, 0.0, {})
 
 
 def busy(**changes: Any) -> EngineStatistics:

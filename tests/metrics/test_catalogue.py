@@ -4,6 +4,9 @@ import re
 
 import pytest
 
+from kvloom.allocator.books import GROUP_PAGES, OPS
+from kvloom.allocator.page_sampling import RESIDENCY_SECONDS
+from kvloom.allocator.reuse import EVICTION_SECONDS
 from kvloom.metrics import catalogue
 from kvloom.metrics.catalogue import BY_NAME, CATALOGUE, Family, Kind
 from kvloom.scheduler import errors
@@ -13,20 +16,24 @@ from kvloom.scheduler.status import EngineState
 every_family = pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)
 
 # What a number can be: a unit, or things that are counted.
-UNITS = ("seconds", "ratio", "tokens", "pages")
-THINGS = ("requests", "steps", "preemptions", "errors", "groups", "sorts", "received", "rejected", "finished", "state")
+UNITS = ("seconds", "ratio", "tokens", "pages", "bytes")
+THINGS = (
+    "requests", "steps", "preemptions", "errors", "groups", "sorts", "received", "rejected", "finished", "state",
+    "failures", "violations", "entries",
+)  # fmt: skip
+WHOLES = ("build", "pool")  # what an info metric is about
 
 
 @every_family
 def test_rule_1_plain_words(family: Family) -> None:
     assert re.fullmatch(r"[a-z]+(_[a-z]+)*", family.name)
-    assert all(re.fullmatch(r"[a-z]+", label) for label in family.labels)
+    assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", label) for label in family.labels)
 
 
 @every_family
 def test_rule_2_one_unit_and_it_comes_last(family: Family) -> None:
     words = family.name.removesuffix("_total").removesuffix("_info").split("_")
-    assert words[-1] in (*UNITS, *THINGS, "build")
+    assert words[-1] in (*UNITS, *THINGS, *WHOLES)
     assert words[-1] in THINGS or not set(words[:-1]) & {"seconds", "ratio"}
     assert not set(words) & {"ms", "milliseconds", "percent", "kb", "mb", "gb", "minutes"}
 
@@ -76,10 +83,14 @@ def test_a_request_of_15_minutes_lands_in_a_finite_bucket() -> None:
     assert BY_NAME["request_duration_seconds"].buckets[-1] > 15 * 60
 
 
-def test_closed_sets_are_those_of_the_scheduler() -> None:
+def test_closed_sets_and_bounds_are_those_of_whoever_counts() -> None:
     assert tuple(FinishReason) == catalogue.FINISH_REASONS
     assert tuple(EngineState) == catalogue.ENGINE_STATES
     assert set(Phase) - {Phase.FINISHED} <= set(catalogue.REQUEST_STATES)
+    assert catalogue.ALLOCATION_OPS == OPS
+    assert catalogue.GROUP_PAGES == GROUP_PAGES
+    assert catalogue.RESIDENCY_SECONDS == RESIDENCY_SECONDS
+    assert catalogue.EVICTION_SECONDS == EVICTION_SECONDS
     reasons = {
         kind.reason for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.Rejected)
     }
