@@ -13,14 +13,32 @@ from kvloom.allocator.errors import (
     InvalidArgument,
     StaleState,
 )
+from kvloom.allocator.extend_step import ExtendStep
 from kvloom.allocator.memory import KVMemory
 from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
 from kvloom.allocator.paged_rows import PagedRows
 from kvloom.allocator.pages import PageLedger
 from kvloom.allocator.per_token import TokenToKVPoolAllocator
 from kvloom.allocator.pools import HostCopy, KVCache, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
-from kvloom.allocator.prefix import Match, NullPrefixCache, PrefixCache
-from kvloom.allocator.reports import MemoryStatistics, PoolStatistics, Shortfall
+from kvloom.allocator.prefix import (
+    EvictionPolicy,
+    Inserted,
+    KeptPrefixCache,
+    Match,
+    NodeView,
+    NullPrefixCache,
+    PrefixCache,
+    PrefixStatistics,
+    RadixPrefixCache,
+)
+from kvloom.allocator.reports import (
+    HostStatistics,
+    MemoryStatistics,
+    PageTimes,
+    PoolGeometry,
+    PoolStatistics,
+    Shortfall,
+)
 from kvloom.allocator.snapshots import AllocatorState
 from kvloom.allocator.spec import PoolSpec
 from kvloom.allocator.swa import SWATokenToKVPoolAllocator
@@ -37,24 +55,34 @@ __all__ = [
     "CheckedAllocator",
     "DecodeStep",
     "DoubleFree",
+    "EvictionPolicy",
+    "ExtendStep",
     "ForeignPage",
     "GroupMisuse",
     "HostArrays",
     "HostCopy",
+    "HostStatistics",
+    "Inserted",
     "InvalidArgument",
     "KVCache",
     "KVMemory",
+    "KeptPrefixCache",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
     "Match",
     "MemoryStatistics",
+    "NodeView",
     "NullPrefixCache",
     "PageLedger",
+    "PageTimes",
     "PagedRows",
     "PagedTokenToKVPoolAllocator",
+    "PoolGeometry",
     "PoolSpec",
     "PoolStatistics",
     "PrefixCache",
+    "PrefixStatistics",
+    "RadixPrefixCache",
     "RecordingAllocator",
     "RequestTable",
     "SWAKVPool",

@@ -247,9 +247,9 @@ class BaseTokenToKVPoolAllocator(ABC):
     def _load_extra(self, extra: Any) -> None:  # noqa: B027 - most have nothing
         """Put back what `_save_extra` gave; the ledgers have been restored."""
 
-    def _take(self, count: int) -> NDArray[np.int32] | None:
-        """`count` pages; None when short, and nothing has changed."""
-        return self.ledger.take(count)
+    def _take(self, count: int, op: str = "prefill") -> NDArray[np.int32] | None:
+        """`count` pages for `op`; None when short, and nothing has changed."""
+        return self.ledger.take(count, op=op)
 
     def _give_back(self, pages: NDArray[np.int32]) -> None:
         """Undo a `_take`."""

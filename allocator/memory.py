@@ -2,39 +2,50 @@
 
 The scheduler deals in rows and token counts; which pages back them, where their KV lies and which slots a step writes
 is decided here.  Only host numbers change while a step is planned; `bind` turns a plan into one upload, at most two
-launches and a `Batch`.
+launches for each pool and a `Batch`.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
-import numpy as np
 import torch
 
-from kvloom.allocator.batch import Batch, HostArrays
-from kvloom.allocator.binding import binding_for
+from kvloom.allocator.batch import Batch
+from kvloom.allocator.batch_maker import BatchMaker
 from kvloom.allocator.devices import device_of
-from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
-from kvloom.allocator.indices import constant, counting, int32s, spans, starts, whole
-from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
-from kvloom.allocator.pools import KVCache, MHATokenToKVPool
+from kvloom.allocator.entry import RowEntry
+from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.indices import int32s, whole
+from kvloom.allocator.memory_pool import MemoryPool, counting_violations, violations
+from kvloom.allocator.offload import HostTier, Offloaded
+from kvloom.allocator.pools import KVCache
 from kvloom.allocator.ports import HasSpec, RunnerNeeds, StepPlan, TokenArray
-from kvloom.allocator.prefix import Match, NullPrefixCache, PrefixCache
+from kvloom.allocator.prefix import KeptPrefixCache, Match, RadixPrefixCache
 from kvloom.allocator.reports import MemoryStatistics, Shortfall
-from kvloom.allocator.rows import RowAllocator
+from kvloom.allocator.reuse import PrefixReuse, TokensOf
+from kvloom.allocator.row_slots import RowArray, RowSlots
+from kvloom.allocator.sizing import longest_row, pool_tokens, runner_tokens
 from kvloom.allocator.spec import PoolSpec
-from kvloom.allocator.table import RequestTable, RowArray
+from kvloom.allocator.step_binding import step_binding_for
 
 MAX_ROWS = 1024
+WATERMARKS = (0.01, 0.03)
 
 
 class KVMemory:
     """Pools, allocators, request table and prefix cache of one engine.
 
-    capacity_tokens  slots of each pool, rounded down to whole pages
+    capacity_tokens  slots of each pool by name; or one number: slots of the largest pool, and in window pools what the
+                     same requests need there if they are of `lengths`
     page_size        slots in a page, from 1 up
     max_rows         sequences that can hold memory at once, those waiting behind a fence included
     max_seq          longest sequence in tokens
     needs            optional batch fields to build: "page_table"
+    prefix_cache     None: a RadixPrefixCache of its own
+    lengths          tokens of typical requests, at their end
+    host_bytes       host memory for the KV of preempted rows; 0: they are computed again
+    watermarks       where less than the first share of a pool is free, the prefix cache gives up pages until the second
+                     is; 0 to 1 both
 
     One thread (the loop's) uses it.  Raises InvalidArgument when the numbers make no sense.
     """
@@ -43,86 +54,97 @@ class KVMemory:
         self,
         pools: Sequence[PoolSpec] = (PoolSpec(),),
         *,
-        capacity_tokens: int,
+        capacity_tokens: int | Mapping[str, int],
         page_size: int = 16,
         max_rows: int = MAX_ROWS,
         max_seq: int | None = None,
         device: torch.device | str = "cpu",
         needs: frozenset[str] = frozenset(),
-        prefix_cache: PrefixCache | None = None,
+        prefix_cache: KeptPrefixCache | None = None,
+        lengths: Sequence[int] = (),
+        host_bytes: int = 0,
+        watermarks: tuple[float, float] = WATERMARKS,
     ) -> None:
-        if len(pools) != 1 or pools[0].window is not None:
-            windows = [spec.window for spec in pools]
-            raise InvalidArgument(
-                f"{len(pools)} pools of windows {windows}; a memory has one, without a window, for now"
-            )
-        capacity_tokens, page_size = whole("capacity_tokens", capacity_tokens), whole("page_size", page_size)
-        max_rows = whole("max_rows", max_rows)
-        if not 0 < page_size <= capacity_tokens:
-            raise InvalidArgument(
-                f"capacity_tokens={capacity_tokens} must hold a page of page_size={page_size} from 1 up"
-            )
+        page_size = whole("page_size", page_size)
+        if page_size < 1:
+            raise InvalidArgument(f"page_size={page_size} must be at least 1")
         self.device = device_of(device)
         self.page_size = page_size
-        self.pool = pools[0]
-        self.pools: Mapping[str, KVCache] = {
-            spec.name: MHATokenToKVPool(
-                capacity_tokens // page_size * page_size,
-                page_size, spec.dtype, spec.kv_heads, spec.head_dim, len(spec.layers), self.device, layers=spec.layers,
-            )
-            for spec in pools
-        }  # fmt: skip
-        storage = self.pools[self.pool.name]
-        self.allocator = PagedTokenToKVPoolAllocator(
-            storage.size, page_size, self.pool.dtype, self.device, storage, pool=self.pool.name
-        )
-        self.capacity_tokens = self.allocator.num_pages * page_size
-        # Tokens of the longest sequence that it can hold.
-        self.max_seq = self.capacity_tokens if max_seq is None else min(self.capacity_tokens, max_seq)
-        self.table = RequestTable(max_rows, -(-self.max_seq // page_size), self.device)
-        self._rows = RowAllocator(self.allocator.ledger, self.table)
-        self._binding = binding_for(self.table, page_size, self.device)
-        self._prefix_cache = prefix_cache or NullPrefixCache()
+        self.specs = tuple(pools)
+        self.prefix_cache = cache = RadixPrefixCache() if prefix_cache is None else prefix_cache
+        tokens = pool_tokens(self.specs, page_size, capacity_tokens, max_seq, lengths)
+        self.max_seq = longest_row(self.specs, tokens, max_seq, cache.pin_budget_pages * page_size)  # in tokens
+        self._slots = slots = RowSlots(max_rows)
+        width = -(-self.max_seq // page_size)
+        self._pools = {
+            spec.name: MemoryPool.make(spec, tokens[spec.name], page_size, slots, width, self.device) for spec in pools
+        }
+        self.pools: dict[str, KVCache] = {name: pool.storage for name, pool in self._pools.items()}
+        self.allocators = {name: pool.allocator for name, pool in self._pools.items()}
+        self.tables = {name: pool.table for name, pool in self._pools.items()}
+        self._first = self._pools[pools[0].name]
+        self.max_rows = slots.max_rows
+        self._windows = [pool for pool in self._pools.values() if pool.spec.window is not None]
+        # Pages leave while their row runs: a prompt should be published before it is trimmed.
+        self.windowed = bool(self._windows)
+        self._binding = step_binding_for(self.tables, page_size, self.device)
+        self._reuse = PrefixReuse(cache, self._pools, page_size, self._binding)
+        self._host = HostTier(self._pools, host_bytes)
+        self._entry = RowEntry(self._pools, slots, self._reuse, self._host, self._binding)
+        low, high = self._watermarks = watermarks
+        if not 0 <= low <= high <= 1:
+            raise InvalidArgument(f"watermarks={watermarks} must be shares of a pool, the lower one first")
         self._needs = needs
+        self._batches = BatchMaker(self.tables, self._binding, self.device, page_size, needs)
         self._claimed = False
+        self._bound_step = -1  # the last step that may name a page which was a row's when it was bound
 
     @classmethod
     def for_runner(
         cls,
         runner: HasSpec,
         *,
-        capacity_tokens: int,
+        capacity_tokens: int | Mapping[str, int] | None = None,
+        memory_bytes: int | None = None,
+        memory_fraction: float | None = None,
         page_size: int = 16,
         max_rows: int = MAX_ROWS,
-        prefix_cache: PrefixCache | None = None,
-    ) -> "KVMemory":
-        """Memory with the pools, device and batch fields that `runner.spec` asks for."""
+        prefix_cache: KeptPrefixCache | None = None,
+        lengths: Sequence[int] = (),
+        host_bytes: int = 0,
+        watermarks: tuple[float, float] = WATERMARKS,
+    ) -> Self:
+        """Memory with the pools, device and batch fields that `runner.spec` asks for.
+
+        Its size is one of: `capacity_tokens`; `memory_bytes` of KV in all; `memory_fraction` (above 0, to 1) of what is
+        free on the device now.  Of bytes, the pools get what lets the most requests of `lengths` in at once.
+        Raises InvalidArgument when it is none or several of these, or too little.
+        """
         spec = runner.spec
+        tokens = runner_tokens(spec, page_size, capacity_tokens, memory_bytes, memory_fraction, lengths)
         return cls(
             spec.pools,
-            capacity_tokens=capacity_tokens,
+            capacity_tokens=tokens,
             page_size=page_size,
             max_rows=max_rows,
             max_seq=spec.max_seq,
             device=spec.device,
             needs=spec.needs,
             prefix_cache=prefix_cache,
+            lengths=lengths,
+            host_bytes=host_bytes,
+            watermarks=watermarks,
         )
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the request table."""
-        return self.table.max_rows
 
     @property
     def next_step(self) -> int:
         """The number from which on steps are new here: fences of whoever used this memory before are below it."""
-        return self.allocator.ledger.settled_step + 1
+        return self._first.allocator.ledger.settled_step + 1
 
     def require(self, spec: RunnerNeeds) -> None:
         """Raise InvalidArgument unless a runner of this `spec` can work with this memory."""
-        if spec.pools != (self.pool,):
-            raise InvalidArgument(f"the runner wants the pools {spec.pools}; this memory has {(self.pool,)}")
+        if spec.pools != self.specs:
+            raise InvalidArgument(f"the runner wants the pools {spec.pools}; this memory has {self.specs}")
         if device_of(spec.device) != self.device:
             raise InvalidArgument(f"the runner is on {spec.device}; this memory is on {self.device}")
         if not spec.needs <= self._needs:
@@ -140,97 +162,121 @@ class KVMemory:
         self._claimed = False
 
     def match(self, tokens: TokenArray, namespace: str = "") -> Match:
-        """The longest cached prefix of `tokens` (int32), in whole pages.  Mutates nothing."""
-        return self._prefix_cache.match(tokens, namespace)
+        """The longest cached prefix of `tokens` (int32), in whole pages, less than all of them.  Mutates nothing."""
+        return self._reuse.cache.match(tokens, namespace)
 
-    def admit(self, match: Match, length: int, spare: int = 0) -> int | None:
-        """A new row with pages for `length` tokens, if `spare` pages stay free; None, nothing changed, when not now.
+    def admit(self, match: Match, length: int, spare: int = 0, priority: int = 0) -> int | None:
+        """A new row for `length` tokens that begins with the pages of `match`, if `spare` pages stay free in each pool.
 
-        Raises InvalidArgument when never, and changes nothing.
+        It has pages for all its tokens; in a window pool only those of the match, and `reserve` gets the others as the
+        row goes on.  Pages that only the prefix cache has are given up if that is enough.  None, and nothing but the
+        order of eviction changed, when not now.  Raises InvalidArgument when never, or for a match that is gone.
         """
-        if match.tokens:
-            raise InvalidArgument("this memory cannot reuse a cached prefix yet")
-        length, spare = whole("length", length), whole("spare", spare)
-        pages = self._rows.pages_for(length)
-        if length < 0 or spare < 0 or pages > self.table.max_pages:
-            raise InvalidArgument(
-                f"a row of {length} tokens with {spare} pages to spare; a row has at most {self.table.max_pages} pages"
-            )
-        if pages + spare > self.allocator.ledger.free_pages:
-            return None
-        row = self.table.open()
-        if row is None:
-            return None
-        shortfall = self._rows.reserve(np.array([row], np.int32), np.array([length], np.int32))
-        if shortfall is not None:
-            raise BrokenInvariant(f"pages that were free a moment ago are gone: {shortfall}")
-        return row
+        return self._entry.admit(match, length, spare, priority)
 
-    def reserve(self, rows: RowArray, lengths: RowArray) -> Shortfall | None:
-        """Let each of the distinct `rows` hold at least `lengths[i]` tokens (int32).  None: done.
+    def fork(self, row: int, count: int, length: int) -> RowArray | Shortfall:
+        """`count` new rows (int32) with the first `length` tokens of a row, which are settled.
 
-        When short nothing has changed.  Raises InvalidArgument or DoubleFree and changes nothing.
+        Whole pages are shared, and a partly filled last one is copied.
+        When short of rows or pages nothing has changed.  Raises DoubleFree or InvalidArgument and changes nothing.
         """
-        rows, lengths = int32s("rows", rows), int32s("lengths", lengths)
-        return self._rows.reserve(rows, lengths, self._prefix_cache.evictable_pages)
+        return self._entry.fork(row, count, length)
 
-    def publish(self, rows: RowArray, lengths: RowArray) -> None:
-        """The first `lengths[i]` tokens of each row are settled: their whole pages may enter the prefix cache."""
+    def offload(self, row: int, length: int) -> Offloaded | None:
+        """The KV of the first `length` tokens of a row, which no step in flight names, on its way to the host.
 
-    def trim(self, rows: RowArray, lengths: RowArray) -> None:
-        """Settled lengths have moved on: pages left of a window may go.  Without window pools there are none."""
+        The row may be released at once.  None when the host has no room.
+        """
+        return self._host.save(row, length, self._reuse.namespace(row))
+
+    def restore(self, kept: Offloaded, length: int, spare: int = 0) -> int | None:
+        """A new row for `length` tokens with the KV that was offloaded, under the terms of `admit`.
+
+        `kept` is used up when this succeeds.
+        """
+        return self._entry.restore(kept, length, spare)
+
+    def forget(self, kept: Offloaded) -> None:
+        """Nobody comes back for it."""
+        self._host.drop(kept)
+
+    def reserve(self, rows: RowArray, lengths: RowArray, op: str = "decode") -> Shortfall | None:
+        """Let each of the distinct `rows` hold at least `lengths[i]` tokens (int32) in every pool.  None: done.
+
+        Pages that only the prefix cache has are given up for it, whether that is enough or not.  When short, no row
+        has changed.  `op`, prefill or decode, is what they are counted for.
+        Raises InvalidArgument or DoubleFree and changes nothing.
+        """
+        return self._entry.reserve(int32s("rows", rows), int32s("lengths", lengths), op)
+
+    def publish(self, rows: RowArray, lengths: RowArray, tokens_of: TokensOf) -> None:
+        """The first `lengths[i]` tokens of each row are settled: their whole pages enter the prefix cache.
+
+        `tokens_of(row, start, stop)` says what they are, int32; it is asked for pages that are new there.
+        """
+        self._reuse.publish(rows, lengths, tokens_of, self._bound_step)
+
+    def trim(self, rows: RowArray, lengths: RowArray, tokens_of: TokensOf) -> None:
+        """Settled lengths are `lengths` now: pages left of a window are given back, in one free group for each pool.
+
+        Where there are window pools only, what goes is published before, for there is no other page to hang it on.
+        """
+        for pool in self._windows:
+            self._reuse.trim(pool, rows, lengths, tokens_of, self._bound_step)
 
     def release(self, rows: Sequence[int], fences: Sequence[int], reason: str = "finish") -> None:
         """One free group: rows and their pages come back, usable again once step `fences[i]` is settled (-1: now).
 
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
-        self._rows.release(int32s("rows", rows), fences, reason)
+        leaving = int32s("rows", rows)
+        for fence, some in self._slots.by_fence(leaving, fences):
+            self._reuse.drop_users(leaving[some], fence)
+            for pool in self._pools.values():
+                pool.rows.drop(leaving[some], fence, reason)
+            self._slots.close(leaving[some], fence)
 
     def settle(self, step: int) -> None:
         """Step `step` is over: what waited for it is free."""
-        self.allocator.ledger.settle(step)
-        self.table.settle(step)
+        for pool in self._pools.values():
+            pool.allocator.ledger.settle(step)
+        self._slots.settle(step)
+        self._reuse.settle(step)
+
+    def tick(self, now: float) -> None:
+        """It is `now`, in seconds: what the prefix cache has kept long enough goes, and so that some pages are free."""
+        self._reuse.tick(now, self._watermarks)
+
+    def looked_up(self, tokens: TokenArray, match: Match) -> None:
+        """Count the first look-up of a request."""
+        self._reuse.cache.regret(tokens, match.namespace, match.tokens)
+
+    def reset_prefix_cache(self) -> None:
+        """Give up all cached pages that nobody uses."""
+        self._reuse.reset()
 
     def bind(self, plan: StepPlan) -> Batch:
-        """The batch of a plan: picks slots, writes the device's page table; one upload, at most two launches.
+        """The batch of a plan: picks slots, writes the device's page tables; one upload, two launches a pool at most.
 
         Raises InvalidArgument, with nothing sent, when the plan goes beyond what its rows have reserved.
         """
-        reserved = self.table.lengths[plan.rows]
-        if np.count_nonzero(plan.seq_lens > reserved):
-            i = int(np.argmax(plan.seq_lens > reserved))
-            raise InvalidArgument(
-                f"step {plan.step} writes row {plan.rows[i]} up to token {plan.seq_lens[i]}; {reserved[i]} are reserved"
-            )
-        host = self._host_arrays(plan)
-        out, sent = self._binding.slots(host, plan.decode_rows)
-        batch = Batch(
-            step=plan.step,
-            decode_rows=plan.decode_rows,
-            host=host,
-            device=self.device,
-            pad_slot=self.table.pad_row,
-            out_loc={self.pool.name: out},
-            has_token_src=plan.token_src is not None,
-            sampling=plan.sampling,
-            names=plan,
-            tensors=sent,
-        )
-        if "page_table" in self._needs:
-            width = self._rows.pages_for(batch.max_seq)
-            batch.page_table = {self.pool.name: self._binding.page_table(host.row_slot, sent, width)}
+        batch = self._batches.make(plan)
+        self._bound_step = max(self._bound_step, plan.step)
         return batch
 
     def statistics(self) -> MemoryStatistics:
         """An immutable report of all pools and rows."""
-        pool = self.allocator.statistics()._replace(slack_tokens=self.table.slack_tokens(self.page_size))
         return MemoryStatistics(
-            pools={pool.pool: pool},
-            rows_capacity=self.table.max_rows,
-            rows_held=self.table.held_rows,
-            rows_quarantined=self.table.quarantined_rows,
-            evicted={},
+            pools={name: pool.statistics(self.prefix_cache.evictable(name)) for name, pool in self._pools.items()},
+            rows_capacity=self.max_rows,
+            rows_held=self._slots.held,
+            rows_quarantined=self._slots.quarantined,
+            prefix=self.prefix_cache.statistics(),
+            host=self._host.statistics(),
+            eviction_seconds=self._reuse.eviction_seconds(),
+            geometry={name: pool.geometry for name, pool in self._pools.items()},
+            restored_tokens=self._entry.restored_tokens,
+            violations=violations(self._pools.values()),
         )
 
     def __str__(self) -> str:
@@ -238,34 +284,14 @@ class KVMemory:
         return str(self.statistics())
 
     def holders(self) -> dict[int, int]:
-        """How many pages each row in use holds, shared ones counted for each."""
-        rows = np.flatnonzero(self.table.page_counts)
-        return dict(zip(rows.tolist(), self.table.page_counts[rows].tolist(), strict=True))
+        """How many pages each row in use holds or uses, all pools together, shared ones counted for each."""
+        rows = self._slots.held_rows()
+        tables = self.tables.values()
+        return {row: sum(int(table.page_counts[row] - table.first[row]) for table in tables) for row in rows.tolist()}
 
     def check(self) -> None:
         """Raise BrokenInvariant unless the books balance: one state per page, each held page in its row's line."""
-        self._rows.check()
-        ledger = self.allocator.ledger
-        if ledger.held_pages != ledger.pages_of_rows():
-            raise BrokenInvariant(f"pool {ledger.pool!r}: somebody else has taken pages: {self}")
-
-    def _host_arrays(self, plan: StepPlan) -> HostArrays:
-        tokens = len(plan.token_ids)
-        if plan.decode_rows == len(plan.rows):  # one token each
-            q_start, positions, logits_idx = counting(tokens + 1), plan.prefix_lens, plan.sample_rows
-        else:
-            q_start = starts(plan.q_lens)
-            positions = spans(plan.prefix_lens, plan.q_lens).astype(np.int32)
-            logits_idx = q_start[plan.sample_rows + 1] - 1
-        return HostArrays(
-            token_ids=plan.token_ids,
-            token_src=constant(tokens, -1) if plan.token_src is None else plan.token_src,
-            positions=positions,
-            row_slot=plan.rows,
-            prefix_lens=plan.prefix_lens,
-            q_lens=plan.q_lens,
-            seq_lens=plan.seq_lens,
-            q_start=q_start,
-            sample_rows=plan.sample_rows,
-            logits_idx=logits_idx,
-        )
+        with counting_violations(self._first):
+            for pool in self._pools.values():
+                pool.check()
+            self._reuse.check()

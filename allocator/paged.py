@@ -78,7 +78,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._require_growth(seq - 1, seq, len(last_loc), len(seq))
         self._require_last_loc(last_loc, seq - 1)
         crossing = (seq - 1) % self.page_size == 0
-        pages = self._take(int(np.count_nonzero(crossing)))
+        pages = self._take(int(np.count_nonzero(crossing)), "decode")
         if pages is None:
             return None
         with self._given_back_on_error(pages):

@@ -20,7 +20,7 @@ from kvloom.allocator.errors import InvalidArgument
 from kvloom.allocator.indices import Ints, int32s, whole
 from kvloom.allocator.paged import PagedTokenToKVPoolAllocator
 from kvloom.allocator.reports import Shortfall
-from kvloom.allocator.rows import Fork, RowAllocator
+from kvloom.allocator.rows import Fork, RowAllocator, SlotArray
 from kvloom.allocator.staging import Staging
 from kvloom.allocator.table import RequestTable, RowArray
 
@@ -31,7 +31,8 @@ class PagedRows:
     Rows and lengths may be arrays, lists or tensors of whole numbers (int32 arrays cost nothing); the rows of one call
     are distinct.
 
-    `host` does the bookkeeping alone, for a `DecodeStep`: a device does not hear of what is grown there by other means.
+    `host` does the bookkeeping alone, for a `DecodeStep` or an `ExtendStep`: a device does not hear of what is grown
+    there by other means.
     One thread uses it; an allocator has one table.
     """
 
@@ -132,11 +133,7 @@ class PagedRows:
         self._write_lines(fork)
         storage = self.allocator.get_kvcache()
         if fork.tokens and storage is not None:
-            size = self.allocator.page_size
-            within = np.arange(fork.tokens, dtype=np.int64)
-            source = np.tile(fork.source * size + within, len(fork.rows))
-            target = (fork.targets.astype(np.int64)[:, None] * size + within).reshape(-1)
-            storage.copy_slots(self._to_device(source), self._to_device(target))
+            storage.copy_slots(*map(self._to_device, fork.slots(self.allocator.page_size)))
 
     def settle(self, step: int) -> None:
         """Step `step` is over: what waited for it is free."""
@@ -148,7 +145,7 @@ class PagedRows:
         self.host.check()
 
     def _lengths(self, rows: RowArray) -> RowArray:
-        self.table.require_held(rows)
+        self.table.slots.require_held(rows)
         return self.table.lengths[rows]
 
     def _write_lines(self, fork: Fork) -> None:
@@ -162,7 +159,7 @@ class PagedRows:
         lines = sent["pages"].view(len(fork.rows), width)
         self.table.device_pages[:, :width].index_copy_(0, sent["rows"].long(), lines)
 
-    def _to_device(self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> torch.Tensor:
+    def _to_device(self, slots: SlotArray) -> torch.Tensor:
         tensor = torch.from_numpy(slots)
         if self.allocator.device.type == "cuda":
             return tensor.pin_memory().to(self.allocator.device, non_blocking=True)

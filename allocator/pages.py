@@ -4,7 +4,7 @@ Every page is in exactly one state, named by one number per page (`Books.holder`
 
     free          in the free list or the released list; may be taken
     held          by one holder, a number >= 0 (a row of the request table, or the caller of a public allocator)
-    cached        by the prefix cache, used by nobody
+    cached        by the prefix cache, whether or not rows use it
     quarantined   given back, but not free yet: a step in flight may still use it (free once that step is settled),
                   or it waits in an open free group
 
@@ -16,13 +16,17 @@ The fence comes from TigerBeetle's free set, where a released block is reusable 
 it is durable; read "the step that names it is settled" for "durable".
 """
 
+from collections import Counter
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from kvloom.allocator.books import CACHED, CALLER, DUMP, FREE, QUARANTINED, Books
-from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.books import CACHED, CALLER, DUMP, FREE, QUARANTINED, Books, checked_sizes
+from kvloom.allocator.errors import DoubleFree, ForeignPage, InvalidArgument
 from kvloom.allocator.indices import whole
 from kvloom.allocator.page_checks import Holders, Index, PageChecks
+from kvloom.allocator.page_sampling import PageSampling
 from kvloom.allocator.reports import PoolStatistics
 from kvloom.allocator.ring import PageArray
 from kvloom.allocator.snapshots import LedgerState, Snapshots
@@ -38,25 +42,19 @@ class PageLedger:
     """
 
     def __init__(self, pages: int, *, pool: str = "full", page_size: int = 1, need_sort: bool = False) -> None:
-        pages, page_size = whole("pages", pages), whole("page_size", page_size)
-        if pages < 1:
-            raise InvalidArgument(f"pool {pool!r}: {pages} pages; at least 1 is needed")
-        if pages >= 2**31 - 1:
-            raise InvalidArgument(f"pool {pool!r}: {pages} pages; page ids are int32, at most {2**31 - 2}")
-        if page_size < 1:
-            raise InvalidArgument(f"pool {pool!r}: page_size={page_size} must be at least 1")
         self.pool = pool
-        self.pages = pages
-        self.page_size = page_size
+        self.pages, self.page_size = pages, _ = checked_sizes(pool, pages, page_size)
         self.need_sort = need_sort
         self._checks = PageChecks(pool, pages)
         self._snapshots = Snapshots(pool)
+        self.violations: Counter[str] = Counter()  # since start, by check, whatever is cleared or restored
         self.clear()
 
     def clear(self) -> None:
         """As new: every page free, in ascending order; counters since start too.  No state outlives this."""
         self._snapshots.end_all()
         self._books = Books.fresh(self.pages, self.need_sort)
+        self.sampling = PageSampling(self.pages)
         self._settled = -1
 
     @property
@@ -74,27 +72,49 @@ class PageLedger:
         """Pages with a holder."""
         return self._books.held
 
-    def take(self, count: int, holders: Holders = CALLER) -> PageArray | None:
+    def take(self, count: int, holders: Holders = CALLER, op: str = "prefill") -> PageArray | None:
         """The first `count` free pages, int32, now held by `holders` (one for all, or one each); None when short.
 
-        Mutates nothing when short, except the count of failures.  Raises InvalidArgument and changes nothing.
+        Mutates nothing when short, except the count of failures of `op`.  Raises InvalidArgument and changes nothing.
         """
         count = whole("count", count)
         if count < 0:
             raise InvalidArgument(f"pool {self.pool!r}: cannot take {count} pages")
         self._checks.holders(holders, count)
+        return self.take_for_rows(count, holders, op)
+
+    def take_for_rows(self, count: int, rows: Holders, op: str = "prefill", again: bool = False) -> PageArray | None:
+        """`take` for rows of a request table, which are known to be fit for holders: one for all, or one each.
+
+        A shortage that is still there when somebody tries `again` is not counted once more.
+        """
         books = self._books
         if count > self.free_pages:
-            books.failures += 1
+            if not again:
+                books.failures[op] += 1
             return None
         if count > len(books.free):
-            self._merge_released()
+            books.merge_released()
         pages = books.free.take(count)
-        books.holder[pages.astype(np.intp)] = holders
-        books.held += count
-        books.allocated += count
-        books.peak_held = max(books.peak_held, books.held)
+        index = pages.astype(np.intp)
+        books.holder[index] = rows
+        books.taken(count, op)
+        self.sampling.taken(index)
         return pages
+
+    def count_shortage(self, op: str) -> None:
+        """There are fewer free pages than somebody wants for `op`, who looks for others before he takes any."""
+        self._books.failures[op] += 1
+
+    def count_idle(self, pages: int) -> None:
+        """So many of the cached pages are used by nobody."""
+        books = self._books
+        books.used = books.cached - pages
+        books.peak_active = max(books.peak_active, books.held + books.used)
+
+    def count_violation(self, check: str) -> None:
+        """Somebody has found what must not be."""
+        self.violations[check] += 1
 
     def release(
         self,
@@ -118,7 +138,7 @@ class PageLedger:
     def release_lines(self, pages: PageArray, holders: NDArray[np.int32], *, reason: str, fence: int) -> None:
         """`release` for pages of a request table's lines, which come from here: distinct, and in the pool."""
         if len(pages):
-            index = self._checks.of_holders(self._books.holder, holders, pages)
+            index = self._index(self._checks.of_holders, holders, pages, distinct=False)
             self._take_back(pages, index, reason, fence, front=True)
 
     def settle(self, step: int) -> None:
@@ -155,7 +175,7 @@ class PageLedger:
         books.freed[reason] += len(pages)
         books.queued.clear()
         books.quarantined -= len(pages)
-        books.groups += 1
+        books.retired(len(pages))
         pages = np.sort(pages) if ascending else pages
         self._to_free(pages, pages.astype(np.intp), front)
         return len(pages)
@@ -177,14 +197,16 @@ class PageLedger:
         books = self._leave(pages)
         books.holder[index] = CACHED
         books.cached += len(pages)
+        self.sampling.used(index)
 
     def evict(self, pages: PageArray) -> None:
         """Distinct pages of the prefix cache are free again.  Raises ForeignPage or DoubleFree."""
-        index = self._checks.distinct(pages, self._checks.state(self._books.holder, CACHED, pages))
+        index = self._index(self._checks.state, CACHED, pages)
         if self._snapshots.outstanding:
             self._snapshots.lose(pages)
         self._books.cached -= len(pages)
         self._books.freed["evict"] += len(pages)
+        self.sampling.evicted(index)
         self._to_free(pages, index, front=True)
 
     def backup_state(self) -> LedgerState:
@@ -229,29 +251,23 @@ class PageLedger:
 
     def statistics(self) -> PoolStatistics:
         """An immutable report."""
-        books = self._books
-        return PoolStatistics(
-            pool=self.pool,
-            page_size=self.page_size,
-            capacity=self.pages,
-            free=self.free_pages,
-            held=books.held,
-            cached=books.cached,
-            quarantined=books.quarantined,
-            peak_held=books.peak_held,
-            allocated=books.allocated,
-            freed=dict(books.freed),
-            failures=books.failures,
-            groups=books.groups,
-            sorts=books.sorts,
-        )
+        return self._books.report(self.pool, self.page_size, self.sampling.times())
 
     def check(self) -> None:
         """Raise BrokenInvariant unless every page is in exactly one state and the counts agree; O(pages)."""
         self._books.check(self.pool)
 
     def _distinct_held(self, pages: PageArray, holders: Holders) -> Index:
-        return self._checks.distinct(pages, self._checks.held(self._books.holder, holders, pages))
+        return self._index(self._checks.held, holders, pages)
+
+    def _index(self, check: Callable[..., Index], wanted: Holders, pages: PageArray, *, distinct: bool = True) -> Index:
+        """The pages as an index, if `check` lets them pass; a page that it does not is counted."""
+        try:
+            index = check(self._books.holder, wanted, pages)
+            return self._checks.distinct(pages, index) if distinct else index
+        except (DoubleFree, ForeignPage) as error:
+            self.count_violation("double_free" if isinstance(error, DoubleFree) else "foreign_page")
+            raise
 
     def _leave(self, pages: PageArray) -> Books:
         """The books, in which these pages no longer count as held."""
@@ -263,7 +279,7 @@ class PageLedger:
     def _take_back(self, pages: PageArray, index: Index, reason: str, fence: int, front: bool) -> None:
         self._books.freed[reason] += len(pages)
         books = self._leave(pages)
-        books.groups += 1
+        books.retired(len(pages))
         if fence <= self._settled:
             self._to_free(pages, index, front)
             return
@@ -274,16 +290,9 @@ class PageLedger:
     def _to_free(self, pages: PageArray, index: Index, front: bool) -> None:
         books = self._books
         books.holder[index] = FREE
+        self.sampling.freed(index)
         home = books.released if self.need_sort else books.free
         if front:
             home.push_front(pages)
         else:
             home.push_back(pages)
-
-    def _merge_released(self) -> None:
-        books = self._books
-        merged = np.sort(books.free_list())
-        books.free.clear()
-        books.released.clear()
-        books.free.push_back(merged)
-        books.sorts += 1

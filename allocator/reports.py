@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvloom.allocator.prefix.reports import PrefixStatistics
+from kvloom.allocator.tally import TallyState
+
 
 class Shortfall(NamedTuple):
     """Why an allocation was refused: `pool` has `free` pages (and `evictable` cached ones) where `need` are needed.
 
-    `fits` of the rows asked for, from the first on, would have fitted.
+    `fits` of the rows asked for, from the first on, would have fitted, and the next one up to `upto` tokens.
     """
 
     pool: str
@@ -15,14 +18,39 @@ class Shortfall(NamedTuple):
     free: int
     evictable: int = 0
     fits: int = 0
+    upto: int = 0
+
+
+class PageTimes(NamedTuple):
+    """Seconds that pages spent in a state, of `sample_ratio` of the pool's pages; see `PageSampling`."""
+
+    sample_ratio: float
+    lifetime: TallyState
+    idle_before_evict: TallyState
+    reuse_gap: TallyState
+
+
+class PoolGeometry(NamedTuple):
+    """What a page of a pool is: its tokens, its bytes in all `layers` together, and the numbers in it."""
+
+    page_tokens: int
+    page_bytes: int
+    dtype: str
+    layers: int
 
 
 class PoolStatistics(NamedTuple):
     """The pages of one pool by state; free + held + cached + quarantined = capacity, always.
 
-    `quarantined` pages are given back and wait for a step in flight that may still read them.  `allocated` counts
-    pages taken since start, `freed` pages given back, by reason: sum(freed) = allocated - held - cached (what waits in
-    an open free group is neither held nor given back yet).
+    `quarantined` pages are given back and wait for a step in flight that may still read them.  `evictable` of the
+    cached pages are used by nobody.  `allocated` counts pages taken since start, `freed` pages given back, by reason:
+    sum(freed) = allocated - held - cached (what waits in an open free group is neither held nor given back yet).
+    `failures` counts the times when there were too few free pages, before anything was done about it.
+
+    peak_held     most pages held at once
+    peak_active   most pages `active` at once, seen whenever one is taken, or comes to be used again
+    groups        how often pages were given back, `group_pages` how many at a time
+    *_by_op       what for: prefill, decode, restore
     """
 
     pool: str
@@ -33,12 +61,31 @@ class PoolStatistics(NamedTuple):
     cached: int
     quarantined: int
     peak_held: int
-    allocated: int
+    peak_active: int
+    allocated_by_op: Mapping[str, int]
     freed: Mapping[str, int]
-    failures: int
+    failures_by_op: Mapping[str, int]
     groups: int
+    group_pages: TallyState
     sorts: int
+    times: PageTimes
     slack_tokens: int = 0
+    evictable: int = 0
+
+    @property
+    def active(self) -> int:
+        """Pages that a request needs: those held, and the cached ones in use."""
+        return self.held + self.cached - self.evictable
+
+    @property
+    def allocated(self) -> int:
+        """Pages taken since start."""
+        return sum(self.allocated_by_op.values())
+
+    @property
+    def failures(self) -> int:
+        """Shortages since start."""
+        return sum(self.failures_by_op.values())
 
     @property
     def fragmentation(self) -> float:
@@ -54,14 +101,33 @@ class PoolStatistics(NamedTuple):
         )
 
 
+class HostStatistics(NamedTuple):
+    """Bytes: what host memory may hold of preempted rows, holds now, and what went there and came back since start."""
+
+    limit: int
+    used: int
+    bytes_out: int
+    bytes_in: int
+
+
 class MemoryStatistics(NamedTuple):
-    """All pools, and the request table's rows; `evicted` counts prefix-cache pages by (pool, reason)."""
+    """All pools, the request table's rows, the prefix cache, and the host's memory for preempted rows.
+
+    restored_tokens   whose KV came back from the host
+    violations        mistakes found since start, by check: conservation, double_free, foreign_page; each is a defect
+    eviction_seconds  host time of each eviction
+    """
 
     pools: Mapping[str, PoolStatistics]
     rows_capacity: int
     rows_held: int
     rows_quarantined: int
-    evicted: Mapping[tuple[str, str], int]
+    prefix: PrefixStatistics
+    host: HostStatistics
+    eviction_seconds: TallyState
+    geometry: Mapping[str, PoolGeometry]
+    restored_tokens: int
+    violations: Mapping[str, int]
 
     def __str__(self) -> str:
         """Who has what, a line for each pool and one for the rows."""

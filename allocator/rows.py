@@ -7,12 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
-from kvloom.allocator.indices import page_count, whole
+from kvloom.allocator.indices import page_count
 from kvloom.allocator.pages import PageLedger
 from kvloom.allocator.reports import Shortfall
 from kvloom.allocator.ring import NO_PAGES, PageArray
 from kvloom.allocator.sharing import SHARED, PageShares
 from kvloom.allocator.table import RequestTable, RowArray
+
+SlotArray = NDArray[np.int64]
 
 
 class Fork(NamedTuple):
@@ -25,6 +27,13 @@ class Fork(NamedTuple):
     source: int
     targets: PageArray
     tokens: int
+
+    def slots(self, page_size: int) -> tuple[SlotArray, SlotArray]:
+        """From which slots to which ones tokens are to be copied: int64 [rows * tokens] both."""
+        within = np.arange(self.tokens, dtype=np.int64)
+        source = np.tile(self.source * page_size + within, len(self.rows))
+        target = (self.targets.astype(np.int64)[:, None] * page_size + within).reshape(-1)
+        return source, target
 
 
 class Grown(NamedTuple):
@@ -47,24 +56,32 @@ class RowAllocator:
         self.table = table
         self.shares = PageShares(ledger)
         self.page_size = ledger.page_size
+        # Arrays, because numpy takes as long to look at a number as to add it to 256 others.
+        self._one, self._size = np.array(1, np.int32), np.array(self.page_size, np.int32)
+        self._line, self._lines = np.array(table.max_pages), table.pages.reshape(-1)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens take."""
         return -(-tokens // self.page_size)
 
-    def reserve(self, rows: RowArray, lengths: RowArray, evictable: int = 0) -> Shortfall | None:
+    def reserve(
+        self, rows: RowArray, lengths: RowArray, evictable: int = 0, op: str = "decode", again: bool = False
+    ) -> Shortfall | None:
         """`grow` for those who do not ask which pages it took."""
-        pages = self.grow(rows, lengths, evictable)
+        pages = self.grow(rows, lengths, evictable, op, again)
         return pages if isinstance(pages, Shortfall) else None
 
-    def grow(self, rows: RowArray, lengths: RowArray, evictable: int = 0) -> PageArray | Shortfall:
+    def grow(
+        self, rows: RowArray, lengths: RowArray, evictable: int = 0, op: str = "prefill", again: bool = False
+    ) -> PageArray | Shortfall:
         """Let each of the distinct `rows` hold at least `lengths[i]` tokens (int32); the pages taken, row after row.
 
+        `op` is what they are for; a shortage that is there `again` is not counted once more.
         When short nothing has changed.  A row that holds more stays as it is.  Raises InvalidArgument when a row would
         outgrow the table, or is none; DoubleFree when one is not in use, or named twice.
         """
         table, size = self.table, self.page_size
-        at = table.index_of_held(rows)
+        at = table.slots.index_of_held(rows)
         # Below 0 is huge without a sign.
         if len(lengths) != len(rows) or np.maximum.reduce(lengths.view(np.uint32), initial=0) > table.max_pages * size:
             raise InvalidArgument(
@@ -80,10 +97,13 @@ class RowAllocator:
                 some, have, wanted = rows[takers], counts[takers], lengths[takers]
             need = page_count(wanted, size) - have
             free, total = self.ledger.free_pages, int(np.add.reduce(need))
-            taken = self.ledger.take(total, int(some[0]) if len(some) == 1 else np.repeat(some, need))
+            holders = int(some[0]) if len(some) == 1 else np.repeat(some, need)
+            taken = self.ledger.take_for_rows(total, holders, op, again)
             if taken is None:
-                fits = int(takers[np.searchsorted(np.cumsum(need), free, side="right")])
-                return Shortfall(self.ledger.pool, total, free, evictable, fits)
+                ends = np.cumsum(need)
+                first = int(np.searchsorted(ends, free, side="right"))  # who does not fit
+                upto = int(have[first] + free - (ends[first] - need[first])) * size
+                return Shortfall(self.ledger.pool, total, free, evictable, int(takers[first]), upto)
             table.append(some, need, taken)
             pages = taken
         table.lengths[at] = np.maximum(table.lengths[at], lengths)
@@ -95,24 +115,27 @@ class RowAllocator:
         Half the work of `grow`, which counts pages: who takes one here takes one.
         """
         table = self.table
-        at = table.index_of_held(rows)
-        lengths, counts = table.lengths[at], table.page_counts[at]
-        takers = (lengths == counts * self.page_size).nonzero()[0]
+        at = table.slots.index_of_held(rows)
+        # "wrap", because they are known to be in range, and numpy need not look.
+        lengths, counts = table.lengths.take(at, mode="wrap"), table.page_counts.take(at, mode="wrap")
+        takers = (lengths == counts * self._size).nonzero()[0]
         pages = NO_PAGES
         if len(takers):
             some, have = at[takers], counts[takers]
-            if np.maximum.reduce(have) >= table.max_pages:
+            if np.count_nonzero(have == self._line):
                 raise InvalidArgument(
                     f"a row of {lengths.max() + 1} tokens; the table has {table.max_pages} pages a row"
                 )
-            taken = self.ledger.take(len(takers), rows[takers])
+            taken = self.ledger.take_for_rows(len(takers), rows[takers], "decode")
             if taken is None:
                 free = self.ledger.free_pages
-                return Shortfall(self.ledger.pool, len(takers), free, 0, int(takers[free]))
+                return Shortfall(
+                    self.ledger.pool, len(takers), free, 0, int(takers[free]), int(have[free]) * self.page_size
+                )
             pages = taken
-            table.pages[some, have] = pages
-            table.page_counts[some] = have + 1
-        lengths += 1
+            self._lines[some * self._line + have] = pages
+            table.page_counts[some] = have + self._one
+        lengths += self._one
         table.lengths[at] = lengths
         return Grown(lengths, takers, pages)
 
@@ -125,9 +148,27 @@ class RowAllocator:
 
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
-        for fence, some in self._by_fence(rows, fences):
-            self._give_back(*self.table.pages_of(rows[some]), fence, reason)
-            self.table.close(rows[some], fence)
+        for fence, some in self.table.slots.by_fence(rows, fences):
+            self.drop(rows[some], fence, reason)
+            self.table.slots.close(rows[some], fence)
+
+    def drop(self, rows: RowArray, fence: int, reason: str) -> None:
+        """Rows in use give back what is theirs, and are empty."""
+        self._give_back(*self.table.own_pages(rows), fence, reason)
+        self.table.empty(rows)
+
+    def trim(self, rows: RowArray, first: RowArray) -> None:
+        """The places before `first[i]` of rows in use are left of the window: the pages there that are theirs are free.
+
+        Nothing happens to a row that begins there already.  No step in flight may read these pages.
+        """
+        moved = first > self.table.first[rows]
+        if np.count_nonzero(moved):
+            rows, first = rows[moved], first[moved]
+            begin = np.maximum(self.table.first[rows], self.table.reused[rows])
+            count = np.maximum(first - begin, 0)
+            self._give_back(self.table.pages_at(rows, begin, count), np.repeat(rows, count), -1, "window")
+            self.table.drop_front(rows, first)
 
     def truncate(self, rows: RowArray, lengths: RowArray, fences: Sequence[int], reason: str = "rollback") -> None:
         """Cut `rows` to `lengths[i]` tokens (int32): whole pages beyond are free once step `fences[i]` is settled.
@@ -135,18 +176,20 @@ class RowAllocator:
         Raises DoubleFree, or InvalidArgument (also for a row that would go on inside a page that others use too: fork
         again, from where they part) and changes nothing.
         """
-        groups = self._by_fence(rows, fences)
+        groups = self.table.slots.by_fence(rows, fences)
         if len(lengths) != len(rows) or (lengths < 0).any() or (lengths > self.table.lengths[rows]).any():
             raise InvalidArgument(
                 f"rows of {self.table.lengths[rows].tolist()[:8]} tokens cannot be cut to {lengths.tolist()[:8]}"
             )
         kept = page_count(lengths, self.page_size)
+        if (kept < np.maximum(self.table.first[rows], self.table.reused[rows])).any():
+            raise InvalidArgument(f"rows cut to {lengths.tolist()[:8]} tokens would end in pages that are not theirs")
         partly = lengths % self.page_size > 0
         ends = self.table.pages[rows[partly], kept[partly] - 1]
         if (self.shares.users(ends) > 1).any():
             raise InvalidArgument(f"rows cut to {lengths.tolist()[:8]} tokens would go on in pages that they share")
         for fence, some in groups:
-            self._give_back(*self.table.pages_of(rows[some], kept[some]), fence, reason)
+            self._give_back(*self.table.own_pages(rows[some], kept[some]), fence, reason)
         self.table.cut(rows, kept)
         self.table.lengths[rows] = lengths
 
@@ -155,26 +198,39 @@ class RowAllocator:
 
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
-        table, size = self.table, self.page_size
+        table = self.table
         if count < 1:
             raise InvalidArgument(f"{count} new rows from row {row}; at least 1")
-        table.require_held(np.array([row], np.int32))
+        table.slots.require_held(np.array([row], np.int32))
         if count > table.free_rows:
             return Shortfall("rows", count, table.free_rows, 0, table.free_rows)
-        full, tokens = divmod(int(table.lengths[row]), size)
         rows = np.array([table.open() for _ in range(count)], np.int32)
-        need = count if tokens else 0
-        targets = self.ledger.take(need, rows[:need])
-        if targets is None:
+        forked = self.fork_into(row, rows, int(table.lengths[row]))
+        if isinstance(forked, Shortfall):
             table.close(rows, -1)
+        return forked
+
+    def fork_into(self, row: int, rows: RowArray, length: int, *, again: bool = False) -> Fork | Shortfall:
+        """`fork` the first `length` tokens into empty rows; a shortage that is there `again` is not counted once more.
+
+        Their lines name pages of the prefix cache too, whose users are not counted here.
+        """
+        table, count = self.table, len(rows)
+        full, tokens = divmod(length, self.page_size)
+        need = count if tokens else 0
+        targets = self.ledger.take_for_rows(need, rows[:need], "decode", again)
+        if targets is None:
             return Shortfall(self.ledger.pool, need, self.ledger.free_pages, 0, self.ledger.free_pages)
-        if full:
-            shared = table.pages[row, :full].copy()
-            self.shares.add_users(shared, row, count)
-            table.append(rows, np.full(count, full, np.int32), np.tile(shared, count))
+        own = table.pages[row, max(table.first[row], table.reused[row]) : full].copy()
+        if len(own):
+            self.shares.add_users(own, row, count)
+        table.pages[rows, :full] = table.pages[row, :full]
+        table.page_counts[rows] = full
+        for array in (table.first, table.reused):
+            array[rows] = array[row]
         if tokens:
             table.append(rows, np.ones(count, np.int32), targets)
-        table.lengths[rows] = table.lengths[row]
+        table.lengths[rows] = length
         return Fork(rows, int(table.pages[row, full]) if tokens else 0, targets, tokens)
 
     def check(self) -> None:
@@ -187,7 +243,7 @@ class RowAllocator:
         lengths, room = self.table.lengths, self.table.page_counts * np.int64(self.page_size)
         if lengths.min() < 0 or (lengths > room).any():
             raise BrokenInvariant("a row has reserved more tokens than its pages hold, or fewer than 0")
-        pages, rows = self.table.pages_of(np.arange(self.table.max_rows, dtype=np.int32))
+        pages, rows = self.table.own_pages(np.arange(self.table.max_rows, dtype=np.int32))
         lines = np.bincount(pages, minlength=self.ledger.pages + 1)
         users = self.shares.users(np.arange(self.ledger.pages + 1, dtype=np.int32))
         named = np.count_nonzero(lines)
@@ -199,19 +255,6 @@ class RowAllocator:
             )
         if not np.array_equal(self.ledger.holders_of(pages), np.where(users[pages] > 0, SHARED, rows)):
             raise BrokenInvariant(f"pool {self.ledger.pool!r}: a row's line names a page that another holds")
-
-    def _by_fence(self, rows: RowArray, fences: Sequence[int]) -> list[tuple[int, slice | NDArray[np.bool_]]]:
-        """Which of the rows have which fence; in most steps all have the same.  Raises unless all are held."""
-        self.table.require_held(rows)
-        if len(fences) != len(rows):
-            raise InvalidArgument(f"{len(fences)} fences for {len(rows)} rows")
-        # One look at their types for all: 256 rows may leave at once.
-        plain = set(map(type, fences)) <= {int}
-        different = sorted(set(fences) if plain else {whole("fence", fence) for fence in fences})
-        if len(different) == 1:
-            return [(different[0], slice(None))]
-        by_row = np.asarray(fences, np.int64)
-        return [(fence, by_row == fence) for fence in different]
 
     def _give_back(self, pages: PageArray, holders: RowArray, fence: int, reason: str) -> None:
         if self.shares.pages:

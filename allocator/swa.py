@@ -137,14 +137,14 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         self._peer[:], mapping = extra
         self.full_to_swa_index_mapping.copy_(mapping)
 
-    def _take(self, count: int) -> NDArray[np.int32] | None:
+    def _take(self, count: int, op: str = "prefill") -> NDArray[np.int32] | None:
         """`count` full pages, each with a peer.  Nothing is taken before both pools are known to have enough."""
         if count > self.swa_ledger.free_pages:
-            return self.swa_ledger.take(count)  # None; the failure counts in the pool that is short
-        pages = self.ledger.take(count)
+            return self.swa_ledger.take(count, op=op)  # None; the failure counts in the pool that is short
+        pages = self.ledger.take(count, op=op)
         if pages is None:
             return None
-        peers = self.swa_ledger.take(count)
+        peers = self.swa_ledger.take(count, op=op)
         if peers is None:
             raise BrokenInvariant(f"pool 'swa': {count} pages that were free a moment ago are gone")
         with self._given_back_on_error(pages):

@@ -3,6 +3,9 @@
 The host's copy is the truth; the device's is written by the kernels from what the host sends along with a step (on the
 CPU the two are the same memory).  A row that is given back is handed out again only once the last step that names it is
 settled.
+
+A line has up to three parts: places that have been given back (left of a window; 0), pages of the prefix cache that
+the row only uses, and pages of its own.  The first two are there in a memory with windows or a prefix cache only.
 """
 
 import numpy as np
@@ -10,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvloom.allocator.devices import device_of
-from kvloom.allocator.errors import BrokenInvariant, DoubleFree, InvalidArgument
-from kvloom.allocator.indices import counting, spans, whole
+from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
+from kvloom.allocator.indices import spans, whole
 from kvloom.allocator.ring import PageArray
+from kvloom.allocator.row_slots import RowArray, RowSlots
 
-RowArray = NDArray[np.int32]
+__all__ = ["RequestTable", "RowArray"]
 
 
 class RequestTable:
@@ -22,35 +26,33 @@ class RequestTable:
 
     Public arrays, to read only:
     pages        int32 [max_rows + 1, max_pages], page ids in order, 0 behind the last
-    page_counts  int32 [max_rows + 1]
+    page_counts  int32 [max_rows + 1], places in use, those before `first` included
     lengths      int32 [max_rows + 1], tokens that the row has reserved
-    device_pages the device's copy of `pages`, torch int32
+    first        int32 [max_rows + 1], places before it have been given back
+    reused       int32 [max_rows + 1], places before it belong to the prefix cache (or have been given back)
+    device_pages the device's copy of `pages`, torch int32; left of `first` it may still name what stood there
+
+    `slots`: the rows of another table, where several pools have a line each for every row.
     """
 
-    def __init__(self, max_rows: int, max_pages: int, device: torch.device | str = "cpu") -> None:
-        max_rows, max_pages = whole("max_rows", max_rows), whole("max_pages", max_pages)
-        if max_rows < 1 or max_pages < 1:
+    def __init__(
+        self, max_rows: int, max_pages: int, device: torch.device | str = "cpu", slots: RowSlots | None = None
+    ) -> None:
+        max_pages = whole("max_pages", max_pages)
+        if max_pages < 1:
             raise InvalidArgument(f"a table of {max_rows} rows of {max_pages} pages; at least 1 each")
-        self.max_rows = max_rows
+        self.slots = slots or RowSlots(max_rows)
+        self.max_rows = self.slots.max_rows
         self.max_pages = max_pages
-        self.pages = np.zeros((max_rows + 1, max_pages), np.int32)
+        self.pages = np.zeros((self.max_rows + 1, max_pages), np.int32)
         # The same in one row: numpy takes three times as long to index with a row and a place.
         self._lines = self.pages.reshape(-1)
-        self.page_counts = np.zeros(max_rows + 1, np.int32)
-        self.lengths = np.zeros(max_rows + 1, np.int32)
+        self.page_counts, self.lengths, self.first, self.reused = np.zeros((4, self.max_rows + 1), np.int32)
         device = device_of(device)
         if device.type == "cpu":
             self.device_pages = torch.from_numpy(self.pages)
         else:
             self.device_pages = torch.zeros(self.pages.shape, dtype=torch.int32, device=device)
-        self._held = np.zeros(max_rows + 1, np.bool_)
-        self._mark = np.zeros(max_rows + 1, np.int32)  # scratch: finds rows named twice
-        self._free = list(range(max_rows - 1, -1, -1))  # a stack: low rows first
-        self._waiting: list[tuple[int, list[int]]] = []  # (fence, rows)
-        self._quarantined = 0
-        self._checked = np.empty(0, np.int32)  # rows that are known to be held, and distinct
-        self._checked_index = np.empty(0, np.intp)
-        self._settled = -1
 
     @property
     def pad_row(self) -> int:
@@ -60,25 +62,21 @@ class RequestTable:
     @property
     def free_rows(self) -> int:
         """Rows that `open` could hand out now."""
-        return len(self._free)
+        return self.slots.free
 
     @property
     def quarantined_rows(self) -> int:
         """Rows given back that wait for a step in flight."""
-        return self._quarantined
+        return self.slots.quarantined
 
     @property
     def held_rows(self) -> int:
         """Rows in use."""
-        return self.max_rows - len(self._free) - self._quarantined
+        return self.slots.held
 
     def open(self) -> int | None:
         """An empty row; None when all are taken."""
-        if not self._free:
-            return None
-        row = self._free.pop()
-        self._held[row] = True
-        return row
+        return self.slots.open()
 
     def append(self, rows: RowArray, counts: RowArray, pages: PageArray) -> None:
         """Put `counts[i]` further page ids, at least one, behind those of `rows[i]`.  Rows are distinct.
@@ -96,17 +94,17 @@ class RequestTable:
             self._lines[self._places(rows, before, counts)] = pages
         self.page_counts[rows] = before + counts
 
-    def pages_of(self, rows: RowArray, skip: RowArray | None = None) -> tuple[PageArray, RowArray]:
-        """Page ids of `rows`, row after row, and whose each is: two int32 arrays of the same length.
+    def own_pages(self, rows: RowArray, keep: RowArray | None = None) -> tuple[PageArray, RowArray]:
+        """Page ids that `rows` hold themselves, row after row, and whose each is: two int32 arrays of the same length.
 
-        The first `skip[i]` of each row, if given, are left out.
+        Those in the first `keep[i]` places of each row, if given, are left out.
         """
         counts = self.page_counts[rows]
-        width = self._common_width(counts)
-        if skip is None and width is not None:
+        skip = np.maximum(self.first[rows], self.reused[rows])
+        if keep is not None:
+            skip = np.maximum(skip, keep)
+        elif np.maximum.reduce(skip, initial=0) == 0 and (width := self._common_width(counts)) is not None:
             return self.pages[rows, :width].reshape(-1), np.repeat(rows, counts)
-        if skip is None:
-            skip = np.zeros_like(counts)
         counts = counts - skip
         return self.pages_at(rows, skip, counts), np.repeat(rows, counts)
 
@@ -120,79 +118,62 @@ class RequestTable:
         self._lines[self._places(rows, counts, gone)] = 0
         self.page_counts[rows] = counts
 
+    def reuse(self, row: int, pages: PageArray, first: int, tokens: int) -> None:
+        """An empty row begins with `pages` of the prefix cache, 0 in the places before `first`: `tokens` tokens."""
+        self.pages[row, : len(pages)] = pages
+        self.page_counts[row] = self.reused[row] = len(pages)
+        self.first[row] = first
+        self.lengths[row] = tokens
+
+    def begin_at(self, row: int, first: int, tokens: int) -> None:
+        """An empty row goes on behind `tokens` tokens, the pages of the first `first` places being gone already."""
+        self.page_counts[row] = self.first[row] = first
+        self.lengths[row] = tokens
+
+    def drop_front(self, rows: RowArray, first: RowArray) -> None:
+        """Forget the page ids in the places before `first[i]`, which is not less than it was."""
+        self._lines[self._places(rows, self.first[rows], first - self.first[rows])] = 0
+        self.first[rows] = first
+
+    def empty(self, rows: RowArray) -> None:
+        """Forget all that stands in `rows`."""
+        counts = self.page_counts[rows]
+        width = self._common_width(counts)
+        if width is None:
+            self.cut(rows, np.zeros_like(rows))
+        else:
+            self.pages[rows, :width] = 0
+        for array in (self.page_counts, self.lengths, self.first, self.reused):
+            array[rows] = 0
+
     def close(self, rows: RowArray, fence: int) -> None:
         """Give rows back, free once step `fence` is settled.
 
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
-        self.require_held(rows)
-        fence = whole("fence", fence)
-        width = self._common_width(self.page_counts[rows])
-        if width is None:
-            self.cut(rows, np.zeros_like(rows))
-        else:
-            self.pages[rows, :width] = 0
-            self.page_counts[rows] = 0
-        self.lengths[rows] = 0
-        self._held[rows] = False
-        self._checked, self._checked_index = self._checked[:0], self._checked_index[:0]
-        if fence <= self._settled:
-            self._free += rows.tolist()
-        else:
-            self._waiting.append((fence, rows.tolist()))
-            self._quarantined += len(rows)
+        self.slots.close(rows, fence)
+        self.empty(rows)
 
     def settle(self, step: int) -> None:
         """Step `step` is over: rows fenced up to it are free."""
-        self._settled = max(self._settled, step)
-        for _ in range(len(self._waiting)):
-            fence, rows = self._waiting.pop(0)
-            if fence <= self._settled:
-                self._free += rows
-                self._quarantined -= len(rows)
-            else:
-                self._waiting.append((fence, rows))
-
-    def require_held(self, rows: RowArray) -> None:
-        """Raise DoubleFree or InvalidArgument unless `rows` are distinct rows in use."""
-        self.index_of_held(rows)
-
-    def index_of_held(self, rows: RowArray) -> NDArray[np.intp]:
-        """`rows` as numpy indexes with them.  Raises as `require_held`.
-
-        In a decode loop the same rows are named step after step: those that were looked at last are known, for as long
-        as no row comes or goes.
-        """
-        if len(rows) == len(self._checked) and not np.count_nonzero(rows != self._checked):
-            return self._checked_index
-        count, at = len(rows), rows.astype(np.intp)
-        # Below 0 is huge without a sign. `count_nonzero`, because `all` takes ten times as long for a few.
-        if np.count_nonzero(at.view(np.uintp) < self.max_rows) == count:
-            order = counting(count)
-            self._mark[at] = order
-            if np.count_nonzero(self._held[at]) == count == np.count_nonzero(self._mark[at] == order):
-                at.setflags(write=False)
-                self._checked, self._checked_index = rows.astype(np.int32), at
-                return at
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.max_rows):
-            raise InvalidArgument(f"rows run from 0 to {self.max_rows - 1}; got {rows.tolist()[:8]}")
-        raise DoubleFree(f"rows {rows.tolist()[:8]} are not all in use, or one is named twice")
+        self.slots.settle(step)
 
     def slack_tokens(self, page_size: int) -> int:
         """Slots in held pages that no reserved token fills."""
         return int(self.page_counts.sum(dtype=np.int64)) * page_size - int(self.lengths.sum(dtype=np.int64))
 
     def check(self) -> None:
-        """Raise BrokenInvariant unless each row is free, held or waiting, and those that nobody holds are empty."""
-        held = np.flatnonzero(self._held).tolist()
-        everyone = [*self._free, *(row for _, rows in self._waiting for row in rows), *held]
-        if sorted(everyone) != list(range(self.max_rows)):
-            raise BrokenInvariant(f"rows are not each in one state: {len(everyone)} entries for {self.max_rows} rows")
-        loose = np.flatnonzero(~self._held)  # the pad row too
-        if self.page_counts[loose].any() or self.lengths[loose].any() or self.pages[self.pad_row].any():
+        """Raise BrokenInvariant unless rows are in one state each, and those that nobody holds are empty."""
+        self.slots.check()
+        held = np.zeros(self.max_rows + 1, np.bool_)
+        held[self.slots.held_rows()] = True
+        counts, before = self.page_counts, np.maximum(self.first, self.reused)  # the pad row too
+        if counts[~held].any() or self.lengths[~held].any() or before[~held].any() or self.pages[self.pad_row].any():
             raise BrokenInvariant("a row that nobody holds has pages or tokens")
-        if self.page_counts.min() < 0 or self.page_counts.max() > self.max_pages:
-            raise BrokenInvariant(f"a row has fewer than 0 or more than {self.max_pages} pages")
+        if counts.min() < 0 or counts.max() > self.max_pages or self.first.min() < 0 or (before > counts).any():
+            raise BrokenInvariant(
+                f"a row has fewer than 0 or more than {self.max_pages} pages, or begins behind its end"
+            )
 
     def _places(self, rows: RowArray, first: RowArray, counts: RowArray) -> NDArray[np.int64]:
         """Where in `_lines` the page ids `first[i]` and following of `rows[i]` stand, `counts[i]` of them."""

@@ -28,7 +28,7 @@ from kvloom.scheduler.door import output_limit
 from kvloom.scheduler.errors import BrokenInvariant, DuplicateRequest, InvalidConfig, PlanMisuse, QueueFull, Rejected
 from kvloom.scheduler.plan import Committed, IntArray, Plan, SchedulerStatistics, StepResult
 from kvloom.scheduler.ports import Memory
-from kvloom.scheduler.prefill import Chunk, admit_next, continue_prefills, cut
+from kvloom.scheduler.prefill import Chunk, admit_next, continue_prefills, cut, reserve
 from kvloom.scheduler.request import FinishReason, Move, Phase, Request, Sequence
 from kvloom.scheduler.results import checked_tokens
 from kvloom.scheduler.roster import Ended, Roster
@@ -119,14 +119,19 @@ class SchedulerCore:
         if len(self._plans) >= self._config.steps_in_flight_max:
             return None
         budget = self._config.max_batch_tokens
-        decode = grow(self._rows, self._memory, budget, lambda row: self._roster.preempt(row, now))
+        rows = self._rows
+        self._memory.tick(now)
+        decode = grow(rows, self._memory, budget, lambda row: self._roster.preempt(row, now))
+        departures = rows.departures
         chunks = self._prefill(budget - len(decode), now)
+        if departures != rows.departures:  # somebody has made room for a chunk
+            decode = decode[rows.alive[decode]]
         if not len(decode) and not chunks:
             self._require_progress()
             return None
         # Fences of whoever used this memory before are below that.
         self._step = max(self._step, self._memory.next_step)
-        plan = assemble(self._step, self._rows, decode, chunks)
+        plan = assemble(self._step, rows, decode, chunks)
         self._step += 1
         self._plans.append(plan)
         return plan
@@ -155,9 +160,11 @@ class SchedulerCore:
         rows.append(got, tokens, settled)
         self._counts.output_tokens += len(got)
         first, gaps = self._time_tokens(plan, got, settled, now)
+        if self._memory.windowed:
+            prompts = live[lengths <= rows.target[live]]
+            self._memory.publish(prompts, rows.settled[prompts], rows.tokens_of)
+            self._memory.trim(live, lengths, rows.tokens_of)
         ended = [*failed, *self._stop(got, tokens, settled, now)]
-        self._memory.publish(live, lengths)
-        self._memory.trim(live, lengths)
         self._preempt_doomed(now)
         self._roster.give_back()
         return Committed(sequences, tokens.tolist(), ended, first, gaps)
@@ -175,33 +182,16 @@ class SchedulerCore:
 
     def statistics(self) -> SchedulerStatistics:
         """Counts since start and the state now."""
-        counts, head = self._counts, self._roster.waiting.peek()
-        return SchedulerStatistics(
-            waiting=counts.phases[Phase.WAITING],
-            preempted=counts.phases[Phase.PREEMPTED],
-            prefilling=counts.phases[Phase.PREFILLING],
-            decoding=counts.phases[Phase.DECODING],
-            steps_in_flight=len(self._plans),
-            waiting_prompt_tokens=self._roster.waiting.tokens,
-            oldest_waiting_at=head.arrived_at if head else None,
-            received=counts.received,
-            rejected=dict(counts.rejected),
-            finished=dict(counts.finished),
-            preemptions=counts.preemptions,
-            prompt_tokens_computed=counts.prompt_computed,
-            prompt_tokens_recomputed=counts.prompt_recomputed,
-            prompt_tokens_cached=counts.prompt_cached,
-            output_tokens=counts.output_tokens,
-            wasted_tokens=dict(counts.wasted),
-            steps=dict(counts.steps),
-            failed_steps=counts.failed_steps,
-        )
+        return self._roster.statistics(steps_in_flight=len(self._plans))
 
     def _prefill(self, budget: int, now: float) -> list[Chunk]:
         """Chunks under way, then new sequences from the queue, within `budget` tokens."""
         most = self._config.prefill_chunk
         chunks = continue_prefills(self._rows, budget, most)
         budget -= sum(len(chunk.tokens) for chunk in chunks)
+        if self._roster.waiting.peek() is not None:  # whoever comes may use what the others have computed so far
+            running = self._rows.order
+            self._memory.publish(running, self._rows.settled[running], self._rows.tokens_of)
         while budget > 0:
             admission = admit_next(self._rows, self._roster.waiting, self._memory, self._config)
             if admission is None:
@@ -209,6 +199,7 @@ class SchedulerCore:
             self._roster.enter(admission, now)
             chunks.append(cut(self._rows, admission.row, min(most, budget)))
             budget -= len(chunks[-1].tokens)
+        chunks = reserve(self._rows, self._memory, chunks, lambda row: self._roster.preempt(row, now))
         for chunk in chunks:
             self._counts.prefilled(self._rows.at(chunk.row), chunk.start, chunk.start + len(chunk.tokens))
         return chunks

@@ -36,6 +36,21 @@ def grow(rows: Rows, memory: Memory, budget: int, preempt: Callable[[int], None]
     return ready
 
 
+def make_room(rows: Rows, preempt: Callable[[int], None], hungry: int) -> bool:
+    """The youngest makes room for a row that nobody is older than: True when it has, at once.
+
+    Marks it when a plan out names it.  The hungry one itself stays: whoever is older will be done some time.
+    """
+    victim = _victim(rows)
+    if victim is None or victim == hungry:
+        return False
+    if rows.in_flight(victim):
+        rows.doom(victim)
+        return False
+    preempt(victim)
+    return True
+
+
 def _victim(rows: Rows) -> int | None:
     """The youngest running row; None when it is also the oldest, or when a victim is on its way out already."""
     order = rows.order

@@ -4,7 +4,7 @@
 rows and token counts; which pages back them is the memory's own affair.
 """
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence as SequenceOf
 from typing import Any, Protocol
 
 from kvloom.scheduler.plan import Committed, IntArray, Plan
@@ -16,17 +16,21 @@ class Shortfall(Protocol):
 
     @property
     def fits(self) -> int: ...  # how many of the rows asked for, from the first on, would fit
+    @property
+    def upto(self) -> int: ...  # tokens that the next one could hold
 
+
+# The tokens of a row from one place to another, int32.
+TokensOf = Callable[[int, int, int], TokenArray]
 
 # A prefix found in the cache: the memory's own value, of which the core reads `tokens` (int) and hands it back.
 Match = Any
+# KV of a preempted row: the memory's own value, of which the core reads `tokens` (int) and hands it back.
+Kept = Any
 
 
-class Memory(Protocol):
-    """KV memory as the core sees it.  All or nothing: a verb that answers with a shortage has changed nothing.
-
-    Its text (`str`) says who holds what, for messages.
-    """
+class RowMemory(Protocol):
+    """Rows and their pages.  All or nothing: a verb that answers with a shortage has changed no row."""
 
     @property
     def max_rows(self) -> int: ...
@@ -39,22 +43,51 @@ class Memory(Protocol):
         """The longest cached prefix of `tokens`.  Pure."""
 
     def admit(self, match: Match, length: int, spare: int) -> int | None:
-        """Take a row and pages for `length` tokens, reusing `match`, if `spare` pages stay free.  None: not now."""
+        """Take a row for `length` tokens that begins with `match`, if `spare` pages stay free.  None: not now."""
 
-    def reserve(self, rows: IntArray, lengths: IntArray) -> Shortfall | None:
-        """Let each row hold `lengths` tokens (never fewer than now).  None: done."""
-
-    def publish(self, rows: IntArray, lengths: IntArray) -> None:
-        """The first `lengths` tokens of each row have valid KV: whole pages may enter the prefix cache."""
-
-    def trim(self, rows: IntArray, lengths: IntArray) -> None:
-        """Give back pages left of the window of rows whose settled length is `lengths`."""
+    def reserve(self, rows: IntArray, lengths: IntArray, op: str = "decode") -> Shortfall | None:
+        """Let each row hold `lengths` tokens (never fewer than now), for a "prefill" or a "decode".  None: done."""
 
     def release(self, rows: SequenceOf[int], fences: SequenceOf[int], reason: str) -> None:
         """One free group: give back rows and their pages, each usable again once step `fences[i]` is settled."""
 
     def settle(self, step: int) -> None:
         """Step `step` is over: what waited for it is free."""
+
+
+class PrefixMemory(Protocol):
+    """What requests leave to each other, and what leaves their windows."""
+
+    @property
+    def windowed(self) -> bool: ...  # pages leave while their row runs: publish prompts before `trim`
+    def publish(self, rows: IntArray, lengths: IntArray, tokens_of: TokensOf) -> None:
+        """The first `lengths` tokens of each row have valid KV: whole pages enter the prefix cache."""
+
+    def trim(self, rows: IntArray, lengths: IntArray, tokens_of: TokensOf) -> None:
+        """Give back pages left of the window of rows whose settled length is `lengths`."""
+
+    def looked_up(self, tokens: TokenArray, match: Match) -> None:
+        """Count the first look-up of a request."""
+
+    def tick(self, now: float) -> None:
+        """It is `now`, in seconds: whatever ends with time does."""
+
+
+class HostMemory(Protocol):
+    """Where the KV of preempted rows may wait."""
+
+    def offload(self, row: int, length: int) -> Kept | None:
+        """The KV of the first `length` tokens of a row that no step in flight names, to come back to; None: no room."""
+
+    def restore(self, kept: Kept, length: int, spare: int) -> int | None:
+        """`admit` with the KV that was offloaded."""
+
+    def forget(self, kept: Kept) -> None:
+        """Nobody comes back for it."""
+
+
+class Memory(RowMemory, PrefixMemory, HostMemory, Protocol):
+    """KV memory as the core sees it.  Its text (`str`) says who holds what, for messages."""
 
 
 class Clock(Protocol):

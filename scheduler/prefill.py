@@ -3,10 +3,14 @@
 A prompt's pages are reserved whole when it enters, so a prefill once begun never stalls half-way for pages.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from kvloom.scheduler.config import SchedulerConfig
-from kvloom.scheduler.ports import Match, Memory
+from kvloom.scheduler.decode import make_room
+from kvloom.scheduler.ports import Memory
 from kvloom.scheduler.request import Sequence, TokenArray
 from kvloom.scheduler.rows import Rows
 from kvloom.scheduler.waiting import WaitingQueue
@@ -22,11 +26,11 @@ class Chunk(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """The head of the queue has a row and pages; `match` is what it need not compute."""
+    """The head of the queue has a row and pages, and need not compute its first `known` tokens."""
 
     sequence: Sequence
     row: int
-    match: Match
+    known: int
 
 
 def continue_prefills(rows: Rows, budget: int, chunk: int) -> list[Chunk]:
@@ -47,6 +51,28 @@ def cut(rows: Rows, row: int, most: int) -> Chunk:
     return Chunk(row, start, rows.at(row).tokens[start:stop], stop == target)
 
 
+def reserve(rows: Rows, memory: Memory, chunks: list[Chunk], preempt: Callable[[int], None]) -> list[Chunk]:
+    """Pages for the chunks, oldest first; returns those that got them, the last one perhaps shortened.
+
+    Only in window pools there is something to reserve: in the others a prompt has all its pages from the start.  When
+    not even the first can go on, the youngest makes room, as in a decode step.
+    Mutates `memory`, marks at most one victim in `rows.doomed`, and calls `preempt(row)` for victims not in flight.
+    """
+    while chunks:
+        ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
+        named = np.array([chunk.row for chunk in chunks], np.int32)
+        shortfall = memory.reserve(named, np.array(ends, np.int32), "prefill")
+        if shortfall is None:
+            break
+        short = chunks[shortfall.fits]
+        chunks = chunks[: shortfall.fits]
+        if shortfall.upto > short.start:
+            chunks.append(short._replace(tokens=short.tokens[: shortfall.upto - short.start], last=False))
+        elif not chunks:
+            chunks = [short] if make_room(rows, preempt, short.row) else []
+    return chunks
+
+
 def admit_next(rows: Rows, waiting: WaitingQueue, memory: Memory, config: SchedulerConfig) -> Admission | None:
     """Row and pages for the head of the queue, or None: strictly first come, first served.
 
@@ -57,6 +83,13 @@ def admit_next(rows: Rows, waiting: WaitingQueue, memory: Memory, config: Schedu
     running = rows.order
     if head is None or len(running) >= config.max_running or rows.dooms:
         return None
-    match = memory.match(head.tokens, head.request.cache_namespace)
-    row = memory.admit(match, len(head.tokens), len(running))
-    return None if row is None else Admission(head, row, match)
+    if head.kept is not None:
+        known = head.kept.tokens
+        row = memory.restore(head.kept, len(head.tokens), len(running))
+    else:
+        match = memory.match(head.tokens, head.request.cache_namespace)
+        known = match.tokens
+        row = memory.admit(match, len(head.tokens), len(running))
+        if row is not None and head.admitted_at is None:
+            memory.looked_up(head.tokens, match)
+    return None if row is None else Admission(head, row, known)

@@ -132,6 +132,8 @@ class Sequence:
     row            its line in the table while it runs, else -1
     tokens         int32: what prefill computes, the prompt and the outputs from before a preemption
     prefilled      prompt tokens planned at least once; what is planned below that is work done twice
+    kept           the memory's own value for its KV on the host, until it comes back
+    computed       tokens that had their KV when it was preempted last, until it comes back
     """
 
     request: Request
@@ -144,6 +146,8 @@ class Sequence:
     phase: Phase = Phase.WAITING
     row: int = -1
     prefilled: int = 0
+    computed: int = 0
+    kept: Any = None
     cached_tokens: int = 0
     preemptions: int = 0
     queue_seconds: float = 0.0

@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from kvloom.scheduler.counts import Counts
+from kvloom.scheduler.plan import SchedulerStatistics
 from kvloom.scheduler.ports import Memory
 from kvloom.scheduler.prefill import Admission
 from kvloom.scheduler.request import Finished, FinishReason, Move, Phase, Request, Sequence, Timings, Usage
@@ -74,24 +75,28 @@ class Roster:
 
     def enter(self, admission: Admission, now: float) -> None:
         """The head of the queue takes its row."""
-        sequence, row, match = admission
+        sequence, row, known = admission
         self.waiting.remove(sequence)
         self.move(sequence, Move.ADMIT)
         if sequence.admitted_at is None:
             sequence.admitted_at = now
-            sequence.cached_tokens = match.tokens
-            self.counts.prompt_cached += match.tokens
+            sequence.cached_tokens = known
+            self.counts.prompt_cached += known
+        self.counts.wasted["preempted"] += max(0, sequence.computed - known)
+        sequence.computed, sequence.kept = 0, None
         sequence.queue_seconds += now - sequence.queued_at
         sequence.row = row
         self._admissions.append(now)
-        self.rows.enter(row, sequence, match.tokens)
+        self.rows.enter(row, sequence, known)
 
     def preempt(self, row: int, now: float) -> None:
         """The sequence in `row`, which no plan out names, gives back its memory and goes to the head of the queue."""
         rows, sequence = self.rows, self.rows.at(row)
         self.move(sequence, Move.PREEMPT)
         self.counts.preemptions += 1
-        self.counts.wasted["preempted"] += int(rows.settled[row])
+        self._publish(row)
+        sequence.computed = int(rows.settled[row])
+        sequence.kept = self._memory.offload(row, sequence.computed)
         sequence.preemptions += 1
         sequence.row = -1
         sequence.queued_at = now
@@ -105,12 +110,17 @@ class Roster:
         wanted = reason in (FinishReason.STOP, FinishReason.LENGTH)
         self.move(sequence, Move.FINISH)
         if sequence.row >= 0:
+            if reason is not FinishReason.ERROR:  # what a failed step left behind is for nobody
+                self._publish(sequence.row)
             outputs = len(self.rows.leave(sequence.row, aborted=not wanted))
             self._leaving["finish" if wanted else "abort"].append(sequence.row)
             sequence.row = -1
         else:
             outputs = len(sequence.tokens) - len(sequence.request.prompt)
             sequence.queue_seconds += now - sequence.queued_at
+            self.counts.wasted["preempted"] += sequence.computed
+            if sequence.kept is not None:
+                self._memory.forget(sequence.kept)
             self.waiting.remove(sequence)
         del self.live[sequence.request.id]
         self.counts.finished[reason] += 1
@@ -130,6 +140,34 @@ class Roster:
         for reason, rows in self._leaving.items():
             self._memory.release(rows, self.rows.last_step[rows].tolist(), reason)
         self._leaving.clear()
+
+    def statistics(self, steps_in_flight: int) -> SchedulerStatistics:
+        """Counts since start and the state now."""
+        counts, head = self.counts, self.waiting.peek()
+        return SchedulerStatistics(
+            waiting=counts.phases[Phase.WAITING],
+            preempted=counts.phases[Phase.PREEMPTED],
+            prefilling=counts.phases[Phase.PREFILLING],
+            decoding=counts.phases[Phase.DECODING],
+            steps_in_flight=steps_in_flight,
+            waiting_prompt_tokens=self.waiting.tokens,
+            oldest_waiting_at=head.arrived_at if head else None,
+            received=counts.received,
+            rejected=dict(counts.rejected),
+            finished=dict(counts.finished),
+            preemptions=counts.preemptions,
+            prompt_tokens_computed=counts.prompt_computed,
+            prompt_tokens_recomputed=counts.prompt_recomputed,
+            prompt_tokens_cached=counts.prompt_cached,
+            output_tokens=counts.output_tokens,
+            wasted_tokens=dict(counts.wasted),
+            steps=dict(counts.steps),
+            failed_steps=counts.failed_steps,
+        )
+
+    def _publish(self, row: int) -> None:
+        """Before a row is left: what it has computed may serve others, or itself when it comes back."""
+        self._memory.publish(np.array([row], np.int32), self.rows.settled[row : row + 1], self.rows.tokens_of)
 
     def _forget_ended(self) -> None:
         """Those who ended long before their deadline are not kept until it comes."""

@@ -137,6 +137,14 @@ class Rows:
         self._older[row] = []
         return outputs
 
+    def tokens_of(self, row: int, start: int, stop: int) -> TokenArray:
+        """The tokens at positions `start` to `stop` of a row in use, as far as they are known on the host; int32."""
+        known, prompt = self.at(row).tokens, int(self.prompt[row])
+        if stop <= len(known):
+            return known[start:stop]
+        outputs = self._outputs_of(row)
+        return np.concatenate((known[start:prompt], outputs[max(start - prompt, 0) : stop - prompt]))
+
     def doom(self, row: int) -> None:
         """Mark a row: it is not planned any more, and preempted once no plan out names it."""
         self.doomed[row] = True

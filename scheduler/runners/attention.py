@@ -12,7 +12,7 @@ This is the attention of any device that torch knows: it gathers K and V before 
 reads pages in place saves that copy; it would take the place of `PagedAttention`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +26,6 @@ from kvloom.scheduler.errors import RunnerFailed
 from kvloom.scheduler.uploads import to_device
 
 NAME = "kvloom_paged"
-POOL = "full"  # one pool for all layers; a window is a matter of what is read
 STEP = "kvloom_step"  # the keyword that carries our step through the model, down to its attention
 SHORT = 64  # decode rows up to this length are padded to each other: smaller groups cost more than they save
 
@@ -102,20 +101,26 @@ class Chunk:
 
 
 class PagedAttention:
-    """One step's attention: writes the new tokens' KV into the pool, then lets every token read its row."""
+    """One step's attention: writes the new tokens' KV into its layer's pool, then lets every token read its row.
 
-    def __init__(self, batch: Batch, pool: KVCache) -> None:
+    `pool_of` says in which of `pools` each layer has its KV.
+    """
+
+    def __init__(self, batch: Batch, pools: Mapping[str, KVCache], pool_of: Mapping[int, str]) -> None:
         self._batch = batch
-        self._pool = pool
-        self._reads: dict[int | None, tuple[list[DecodeGroup], list[Chunk]]] = {}
+        self._pools = pools
+        self._pool_of = pool_of
+        self._reads: dict[tuple[str, int | None], tuple[list[DecodeGroup], list[Chunk]]] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """[1, T, H, dim]; writes before it reads, for decode rows read their own token from the pool."""
         layer: Any = call.module.layer_idx
         query, key, value = call.query[0], call.key[0], call.value[0]
-        self._pool.set_kv_buffer(layer, self._batch.out_loc[POOL], key.transpose(0, 1), value.transpose(0, 1))
-        keys, values = self._pool.get_kv_buffer(layer)
-        groups, chunks = self._reads_of(call.window)
+        name = self._pool_of[layer]
+        pool = self._pools[name]
+        pool.set_kv_buffer(layer, self._batch.out_loc[name], key.transpose(0, 1), value.transpose(0, 1))
+        keys, values = pool.get_kv_buffer(layer)
+        groups, chunks = self._reads_of(name, call.window)
         heads, tokens, _ = query.shape
         out = query.new_empty((tokens, heads, value.shape[-1]))
         for group in groups:
@@ -124,16 +129,17 @@ class PagedAttention:
             out[chunk.tokens] = _attend_chunk(call, keys, values, chunk)
         return out.unsqueeze(0)
 
-    def _reads_of(self, window: int | None) -> tuple[list[DecodeGroup], list[Chunk]]:
-        reads = self._reads.get(window)
+    def _reads_of(self, pool: str, window: int | None) -> tuple[list[DecodeGroup], list[Chunk]]:
+        reads = self._reads.get((pool, window))
         if reads is None:
-            page_size = self._pool.page_size
-            reads = list(_decode_groups(self._batch, page_size, window)), list(_chunks(self._batch, page_size, window))
-            self._reads[window] = reads
+            page_size, table = self._pools[pool].page_size, self._batch.page_table[pool]
+            groups = list(_decode_groups(self._batch, table, page_size, window))
+            reads = groups, list(_chunks(self._batch, table, page_size, window))
+            self._reads[pool, window] = reads
         return reads
 
 
-def _decode_groups(batch: Batch, page_size: int, window: int | None) -> Iterator[DecodeGroup]:
+def _decode_groups(batch: Batch, table: torch.Tensor, page_size: int, window: int | None) -> Iterator[DecodeGroup]:
     seq_lens = batch.host.seq_lens[: batch.decode_rows]
     read_lens = seq_lens if window is None else np.minimum(seq_lens, window)
     for rows in similar_lengths(read_lens):
@@ -143,7 +149,7 @@ def _decode_groups(batch: Batch, page_size: int, window: int | None) -> Iterator
         ends = batch.seq_lens[index].long().unsqueeze(1)
         reads = torch.arange(length, device=batch.device)
         positions = torch.minimum(reads + (0 if window is None else (ends - window).clamp_min(0)), ends - 1)
-        pages = batch.page_table[POOL][index].gather(1, positions // page_size).long()
+        pages = table[index].gather(1, positions // page_size).long()
         same = bool((lens == length).all())
         mask = None if same else reads < (ends if window is None else ends.clamp_max(window))
         yield DecodeGroup(
@@ -171,8 +177,8 @@ def similar_lengths(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
         start = stop
 
 
-def _chunks(batch: Batch, page_size: int, window: int | None) -> Iterator[Chunk]:
-    host, device, table = batch.host, batch.device, batch.page_table[POOL]
+def _chunks(batch: Batch, table: torch.Tensor, page_size: int, window: int | None) -> Iterator[Chunk]:
+    host, device = batch.host, batch.device
     for row in range(batch.decode_rows, batch.rows):
         tokens = slice(int(host.q_start[row]), int(host.q_start[row + 1]))
         prefix, end = int(host.prefix_lens[row]), int(host.seq_lens[row])

@@ -6,7 +6,7 @@ runner is made: a refusal is better than wrong tokens.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +14,7 @@ import torch
 
 from kvloom.allocator import PoolSpec
 from kvloom.scheduler.errors import InvalidConfig, RunnerFailed
-from kvloom.scheduler.runners.attention import POOL, STEP, AttentionCall
+from kvloom.scheduler.runners.attention import STEP, AttentionCall
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -31,11 +31,12 @@ def refuse(why: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV of one layer as its attention was handed it."""
+    """KV of one layer as its attention was handed it, and the window that it will ever feel."""
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    window: int | None
 
 
 class ProbeStep:
@@ -60,7 +61,7 @@ class ProbeStep:
         asked, wanted = self._felt(call.window), self._felt(window_of(self._config, layer))
         if asked != wanted:
             refuse(f"layer {layer} asks for a window of {asked}, its config says {wanted}")
-        self.layers[layer] = LayerShape(call.key.shape[1], call.key.shape[3], call.key.dtype)
+        self.layers[layer] = LayerShape(call.key.shape[1], call.key.shape[3], call.key.dtype, asked)
         return call.value.new_zeros((1, call.query.shape[2], call.query.shape[1], call.value.shape[3]))
 
     def _felt(self, window: int | None) -> int | None:
@@ -125,8 +126,12 @@ def _rope_limit(config: "PretrainedConfig") -> int | None:
 
 
 @torch.no_grad()
-def probe(model: "PreTrainedModel", config: "PretrainedConfig", max_seq: int, device: torch.device) -> PoolSpec:
+def probe(
+    model: "PreTrainedModel", config: "PretrainedConfig", max_seq: int, device: torch.device
+) -> tuple[PoolSpec, ...]:
     """Run two tokens through `model`, whose config names our attention, and say what KV it needs.
+
+    Layers that look back on everything have the pool "full", those with a window "swa"; either may be missing.
 
     Raises `InvalidConfig`.
     """
@@ -150,14 +155,19 @@ def probe(model: "PreTrainedModel", config: "PretrainedConfig", max_seq: int, de
             f"of its {config.num_hidden_layers} layers only {sorted(step.layers)} look their attention up "
             "in transformers' AttentionInterface and hand our step on"
         )
-    shapes = set(step.layers.values())
-    if len(shapes) != 1:
-        refuse(f"its layers differ in the shape of their KV: {', '.join(map(str, shapes))}")
     if logits.shape != (1, config.vocab_size):
         refuse(f"it gave logits of shape {tuple(logits.shape)} for 1 token and {config.vocab_size} words")
-    (shape,) = shapes
-    layers = tuple(range(config.num_hidden_layers))
-    return PoolSpec(POOL, layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, dtype=shape.dtype)
+    return tuple(_pools(step.layers))
+
+
+def _pools(shapes: Mapping[int, LayerShape]) -> Iterator[PoolSpec]:
+    for name, windowed in (("full", False), ("swa", True)):
+        layers = tuple(sorted(layer for layer, shape in shapes.items() if (shape.window is not None) is windowed))
+        kinds = {shapes[layer] for layer in layers}
+        if len(kinds) > 1:
+            refuse(f"its layers in the pool {name!r} differ in their KV: {', '.join(sorted(map(str, kinds)))}")
+        for kind in kinds:
+            yield PoolSpec(name, layers, kind.kv_heads, kind.head_dim, kind.dtype, kind.window)
 
 
 def call_model(

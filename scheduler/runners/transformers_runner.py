@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 
 from kvloom.allocator import Batch, HostArrays, KVCache
 from kvloom.scheduler.errors import InvalidConfig
-from kvloom.scheduler.runners.attention import NAME, POOL, PagedAttention, attention_function
+from kvloom.scheduler.runners.attention import NAME, PagedAttention, attention_function
 from kvloom.scheduler.runners.base import RunnerSpec, StepOutput
 from kvloom.scheduler.runners.probe import call_model, check_kind, check_rope, probe, refuse
 
@@ -28,9 +28,9 @@ WARMUP_TOKENS_CPU = 16  # a CPU has nothing to compile or to run out of; larger 
 class TransformersRunner:
     """Runs `model`, whatever device it is on, and returns logits: the engine samples.
 
-    Served: decoder-only models that honour `AttentionInterface`, whose layers all keep KV of one shape, with full or
-    sliding-window attention or a mix of both, grouped heads, and soft-capped scores.  A window is left out of the
-    attention inside full pages; its pages are not given back early.
+    Served: decoder-only models that honour `AttentionInterface`, with full or sliding-window attention or a mix of
+    both, grouped heads, and soft-capped scores.  By the model's own config each layer's KV is in the pool "full" or
+    "swa"; the layers of a pool keep KV of one shape.
 
     `max_seq` is the longest sequence, by default all that the model was made for.
 
@@ -39,7 +39,7 @@ class TransformersRunner:
 
     def __init__(self, model: PreTrainedModel, *, max_seq: int | None = None) -> None:
         self._model = model
-        self._pool: KVCache | None = None
+        self._pools: dict[str, KVCache] = {}
         if any(each._attn_implementation == NAME for each in _configs(model.config)):
             raise InvalidConfig("this model has a TransformersRunner already; close that one first")
         config = model.config.get_text_config(decoder=True)
@@ -55,7 +55,7 @@ class TransformersRunner:
         try:
             model.config._attn_implementation = NAME
             model.train(False)  # no dropout
-            pool = probe(model, config, max_seq, device)
+            pools = probe(model, config, max_seq, device)
         except BaseException:
             self.close()
             raise
@@ -63,10 +63,11 @@ class TransformersRunner:
             vocab_size=config.vocab_size,
             max_seq=max_seq,
             eos_ids=_eos_ids(model, config),
-            pools=(pool,),
+            pools=pools,
             device=device,
             needs=frozenset({"page_table"}),
         )
+        self._pool_of = {layer: pool.name for pool in pools for layer in pool.layers}
 
     @classmethod
     def from_pretrained(
@@ -89,16 +90,17 @@ class TransformersRunner:
 
     @property
     def spec(self) -> RunnerSpec:
-        """One pool, "full", for all layers."""
+        """The pool "full", or "swa", or both."""
         return self._spec
 
     def attach(self, pools: Mapping[str, KVCache]) -> None:
-        """Raises `InvalidConfig` if the pool "full" is missing, when attached already, or closed."""
-        if self._restore is None or self._pool is not None:
+        """Raises `InvalidConfig` if a pool is missing, when attached already, or closed."""
+        if self._restore is None or self._pools:
             raise InvalidConfig("a TransformersRunner serves one engine, and lets go of its model then; make a new one")
-        if POOL not in pools:
-            raise InvalidConfig(f"TransformersRunner needs the pool {POOL!r}, got {sorted(pools)}")
-        self._pool = pools[POOL]
+        wanted = [pool.name for pool in self._spec.pools]
+        if not pools.keys() >= set(wanted):
+            raise InvalidConfig(f"TransformersRunner needs the pools {wanted}, got {sorted(pools)}")
+        self._pools = {name: pools[name] for name in wanted}
 
     def warmup(self, max_rows: int, max_tokens: int) -> None:
         """Runs one step of each kind, as large as they get where that can show a lack of memory; all into slot 0."""
@@ -111,15 +113,15 @@ class TransformersRunner:
     @torch.no_grad()
     def forward(self, batch: Batch) -> StepOutput:
         """`logits` [S, V] in the dtype of the model.  Raises `InvalidConfig` before `attach` or after `close`."""
-        if self._pool is None:
+        if not self._pools:
             raise InvalidConfig("TransformersRunner.forward needs KV storage: call attach first")
-        step = PagedAttention(batch, self._pool)
+        step = PagedAttention(batch, self._pools, self._pool_of)
         logits_idx = batch.logits_idx.long()
         return StepOutput(logits=call_model(self._model, batch.token_ids, batch.positions.long(), logits_idx, step))
 
     def close(self) -> None:
         """Gives the model back as it came, and lets go of the KV storage.  Closing twice does nothing."""
-        self._pool = None
+        self._pools = {}
         if self._restore is None:
             return
         for config, implementation in self._restore:
@@ -195,7 +197,9 @@ def _empty_step(spec: RunnerSpec, lens: list[int], decode_rows: int) -> Batch:
         host=host,
         device=spec.device,
         pad_slot=0,
-        out_loc={POOL: torch.zeros(tokens, dtype=torch.int64, device=spec.device)},
-        page_table={POOL: torch.zeros((rows, max(lens)), dtype=torch.int32, device=spec.device)},
+        out_loc={pool.name: torch.zeros(tokens, dtype=torch.int64, device=spec.device) for pool in spec.pools},
+        page_table={
+            pool.name: torch.zeros((rows, max(lens)), dtype=torch.int32, device=spec.device) for pool in spec.pools
+        },
         names=_Nameless([""] * rows),
     )

@@ -43,10 +43,14 @@ def refused(ledger: PageLedger, error: type[AllocatorError]) -> Iterator[None]:
 
 
 def memory_books(memory: KVMemory) -> tuple[object, ...]:
-    """The same of a memory: its ledger, its table."""
-    table = memory.table
-    arrays = (table.pages, table.page_counts, table.lengths)
-    return (memory.statistics(), *books(memory.allocator.ledger), *(array.tolist() for array in arrays))
+    """The same of a memory: its ledgers, its tables, pool after pool; but for how often it was short."""
+    report = memory.statistics()
+    pools = {name: pool._replace(failures_by_op={}) for name, pool in report.pools.items()}
+    found: list[object] = [report._replace(pools=pools)]
+    for pool, table in memory.tables.items():
+        arrays = (table.pages, table.page_counts, table.lengths, table.first, table.reused)
+        found += [*books(memory.allocators[pool].ledger)[1:], *(array.tolist() for array in arrays)]
+    return tuple(found)
 
 
 @contextmanager

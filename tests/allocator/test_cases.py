@@ -191,7 +191,7 @@ class refused_for_want_of_pages:  # noqa: N801 - reads as a statement
     def look(self) -> tuple[object, ...]:
         ledger = self.pool.ledger
         everyone = np.arange(1, ledger.pages + 1, dtype=np.int32)
-        statistics = ledger.statistics()._replace(failures=0)
+        statistics = ledger.statistics()._replace(failures_by_op={})
         return statistics, ledger.free_list().tolist(), ledger.holders_of(everyone).tolist()
 
     def __enter__(self) -> None:

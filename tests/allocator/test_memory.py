@@ -1,71 +1,26 @@
-"""KVMemory: its verbs, what it binds a plan to (against slots computed one by one), and what its check finds."""
+"""KVMemory: its verbs, what it refuses, and what its check finds."""
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from kvloom.allocator import (
     AllocatorError,
-    Batch,
     BrokenInvariant,
     DoubleFree,
     InvalidArgument,
     KVMemory,
     Match,
     PoolSpec,
-    RequestTable,
     Shortfall,
 )
-from kvloom.allocator.binding import DeviceBinding
-from kvloom.allocator.kernels import torch_kernels
 from tests.allocator.books import ints, memory_books, memory_refuses
+from tests.allocator.memories import NOTHING, admitted, bound, make
 
-NOTHING = Match(0, ints())
-IntArray = NDArray[np.int32]
-
-
-@dataclass
-class Step:
-    """A plan, as far as memory reads it."""
-
-    step: int
-    rows: IntArray
-    prefix_lens: IntArray
-    q_lens: IntArray
-    decode_rows: int
-    token_ids: IntArray
-    sample_rows: IntArray
-    token_src: IntArray | None = None
-    sampling: None = None
-    request_ids: Sequence[str] = field(default_factory=list)
-
-    @property
-    def seq_lens(self) -> IntArray:
-        return self.prefix_lens + self.q_lens
-
-
-def make(
-    pages: int = 8, page_size: int = 4, max_rows: int = 4, max_seq: int | None = None, pool: PoolSpec | None = None
-) -> KVMemory:
-    return KVMemory(
-        [pool or PoolSpec()],
-        capacity_tokens=pages * page_size,
-        page_size=page_size,
-        max_rows=max_rows,
-        max_seq=max_seq,
-        needs=frozenset({"page_table"}),
-    )
-
-
-def admitted(memory: KVMemory, length: int) -> int:
-    row = memory.admit(NOTHING, length)
-    assert row is not None
-    return row
+FULL = PoolSpec()
 
 
 # ---- who may enter, and what shortage looks like ----
@@ -75,8 +30,8 @@ def test_a_row_comes_with_the_pages_of_its_length() -> None:
     memory = make()
     rows = [admitted(memory, length) for length in (9, 4, 1)]
     assert len(set(rows)) == 3
-    assert [int(memory.table.page_counts[row]) for row in rows] == [3, 1, 1]
-    assert [int(memory.table.lengths[row]) for row in rows] == [9, 4, 1]
+    assert [int(memory.tables["full"].page_counts[row]) for row in rows] == [3, 1, 1]
+    assert [int(memory.tables["full"].lengths[row]) for row in rows] == [9, 4, 1]
     memory.check()
 
 
@@ -108,7 +63,7 @@ def test_a_shortage_is_a_value_with_everything_in_it() -> None:
     memory = make(pages=4)
     rows = ints(admitted(memory, 6), admitted(memory, 4))
     before = memory_books(memory)
-    assert memory.reserve(rows, ints(9, 5)) == Shortfall("full", 2, 1, 0, 1)
+    assert memory.reserve(rows, ints(9, 5)) == Shortfall("full", 2, 1, 0, 1, 4)
     assert memory.statistics().pools["full"].failures == 1
     assert memory_books(memory)[3:] == before[3:]
     assert memory.reserve(rows[:1], ints(9)) is None
@@ -143,6 +98,28 @@ def test_statistics_add_up() -> None:
     assert (report.rows_capacity, report.rows_held, report.rows_quarantined) == (4, 2, 1)
 
 
+def test_who_fits_in_one_pool_only_takes_nothing_from_the_cache() -> None:
+    """The full pool would have room once the cache gives up its pages; the window's has none, and none to give up."""
+    memory = KVMemory(
+        (FULL, PoolSpec("swa", window=5)), capacity_tokens={"full": 32, "swa": 12}, page_size=4, max_rows=4
+    )
+    tokens = ints(*range(12))
+    row = admitted(memory, 12)
+    assert memory.reserve(ints(row), ints(12)) is None
+    memory.publish(ints(row), ints(12), lambda _, start, stop: tokens[start:stop])
+    memory.release([row], [-1])
+    row = admitted(memory, 12)
+    assert memory.reserve(ints(row), ints(12)) is None  # the three pages of the window's pool
+    pools = memory.statistics().pools
+    assert (pools["full"].free, pools["full"].evictable, pools["swa"].free, pools["swa"].evictable) == (2, 3, 0, 0)
+    before = memory.statistics()
+    assert memory.admit(memory.match(ints(*range(50, 66))), 16) is None
+    after = memory.statistics()
+    assert after.prefix.evicted == before.prefix.evicted
+    assert [(pool.free, pool.evictable) for pool in after.pools.values()] == [(2, 3), (0, 0)]
+    memory.check()
+
+
 # ---- misuse ----
 
 
@@ -152,7 +129,8 @@ def test_statistics_add_up() -> None:
         (lambda m: m.admit(NOTHING, -3), InvalidArgument),
         (lambda m: m.admit(NOTHING, 4, -1), InvalidArgument),
         (lambda m: m.admit(NOTHING, 21), InvalidArgument),  # longer than max_seq: never
-        (lambda m: m.admit(Match(4, ints(1)), 8), InvalidArgument),
+        (lambda m: m.admit(Match(4, {"full": ints(1)}), 8), InvalidArgument),  # page 1 is not the cache's
+        (lambda m: m.admit(Match(8, {"full": ints(1, 2)}), 7), InvalidArgument),  # shorter than what is cached of it
         (lambda m: m.reserve(ints(0, 1), ints(5, 21)), InvalidArgument),
         (lambda m: m.reserve(ints(0, 2), ints(9, 8)), DoubleFree),
         (lambda m: m.reserve(ints(0, -1), ints(9, 8)), InvalidArgument),
@@ -184,23 +162,41 @@ def test_misuse_changes_nothing(misuse: Callable[[KVMemory], object], error: typ
         {"max_seq": 0},
         {"max_seq": -1},
         {"pools": []},
-        {"pools": [PoolSpec(), PoolSpec(name="swa", window=8)]},
+        {"pools": [PoolSpec(), PoolSpec(layers=(1,))]},  # two of one name
+        {"pools": [PoolSpec(), PoolSpec("swa", window=8)], "capacity_tokens": {"full": 32}},
+        {"capacity_tokens": {"full": 32, "swa": 32}},
+        {"capacity_tokens": {}},
+        {"capacity_tokens": {"full": 3}},
+        {"lengths": [0]},
     ],
 )
-def test_numbers_that_make_no_sense(wrong: dict[str, int]) -> None:
-    numbers: dict[str, int] = {"capacity_tokens": 32, "page_size": 4, "max_rows": 4}
+def test_numbers_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    numbers: dict[str, Any] = {"capacity_tokens": 32, "page_size": 4, "max_rows": 4}
     with pytest.raises(InvalidArgument):
-        KVMemory(**{**numbers, **wrong})  # type: ignore[arg-type]
+        KVMemory(**{**numbers, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("window", "page_size", "least"),
+    [(1, 4, 2), (2, 4, 3), (5, 4, 3), (6, 4, 4), (4, 1, 5), (16, 16, 3), (17, 16, 3), (18, 16, 4)],
+)
+def test_a_window_pool_holds_a_window_and_the_page_that_it_grows_into(window: int, page_size: int, least: int) -> None:
+    """The newest token sees `window - 1` others, which may begin with the last slot of a page."""
+    pools = (PoolSpec(), PoolSpec("swa", window=window))
+    sizes = {"full": 100 * page_size, "swa": least * page_size}
+    assert KVMemory(pools, capacity_tokens=sizes, page_size=page_size).statistics().pools["swa"].capacity == least
+    with pytest.raises(InvalidArgument, match=f"pool 'swa': {least - 1} pages of {page_size}; a row needs {least}"):
+        KVMemory(pools, capacity_tokens={**sizes, "swa": sizes["swa"] - 1}, page_size=page_size)
 
 
 def swap_holders(memory: KVMemory) -> None:
-    pages = memory.table.pages
+    pages = memory.tables["full"].pages
     pages[0, 0], pages[1, 0] = pages[1, 0], pages[0, 0]
 
 
 def write(name: str, value: int) -> Callable[[KVMemory], None]:
     def damage(memory: KVMemory) -> None:
-        getattr(memory.table, name)[1] = value
+        getattr(memory.tables["full"], name)[1] = value
 
     return damage
 
@@ -209,14 +205,14 @@ def write(name: str, value: int) -> Callable[[KVMemory], None]:
     "damage",
     [
         swap_holders,
-        lambda memory: memory.allocator.alloc(4),
-        lambda memory: memory.allocator.ledger.release(ints(3), 1),
-        lambda memory: memory.allocator.ledger.cache(ints(3), 1),
+        lambda memory: memory.allocators["full"].alloc(4),
+        lambda memory: memory.allocators["full"].ledger.release(ints(3), 1),
+        lambda memory: memory.allocators["full"].ledger.cache(ints(3), 1),
         write("page_counts", 0),
         write("page_counts", 2),
         write("lengths", 5),
         write("lengths", -1),
-        lambda memory: memory.table.close(ints(1), -1),
+        lambda memory: memory.tables["full"].close(ints(1), -1),
     ],
 )
 def test_check_finds_damaged_books(damage: Callable[[KVMemory], None]) -> None:
@@ -248,130 +244,16 @@ class Runner:
 def test_for_a_runner_memory_is_what_its_spec_says() -> None:
     pool = PoolSpec("global", layers=(1, 3), kv_heads=2, head_dim=4, dtype=torch.float16)
     memory = KVMemory.for_runner(Runner(Needs((pool,))), capacity_tokens=35, page_size=8, max_rows=3)
-    assert (memory.capacity_tokens, memory.max_rows, memory.table.max_pages) == (32, 3, 3)
+    capacity = memory.statistics().pools["global"].capacity
+    assert (memory.specs, capacity * 8, memory.max_rows, memory.max_seq) == ((pool,), 32, 3, 24)
+    assert memory.tables["global"].max_pages == 3
     storage = memory.pools["global"]
-    assert storage is memory.allocator.get_kvcache()
+    assert storage is memory.allocators["global"].get_kvcache()
     assert storage.layers == (1, 3)
     assert storage.get_key_buffer(3).shape == (40, 2, 4)
     assert storage.get_key_buffer(3).dtype == torch.float16
     assert list(memory.statistics().pools) == ["global"]
     assert not bound(memory, prefill={admitted(memory, 3): (0, 3)}).page_table
-
-
-def bound(
-    memory: KVMemory, decode: dict[int, int] | None = None, prefill: dict[int, tuple[int, int]] | None = None
-) -> Batch:
-    """The batch of a step: rows with their length that take one token, then rows with start and stop of a chunk."""
-    spans = [(row, length, length + 1) for row, length in (decode or {}).items()]
-    spans += [(row, start, stop) for row, (start, stop) in (prefill or {}).items()]
-    rows, start, stop = (ints(*column) for column in zip(*spans, strict=True))
-    total = int((stop - start).sum())
-    sampled = ints(*range(0, len(rows), 2))
-    plan = Step(0, rows, start, stop - start, len(decode or {}), ints(*range(50, 50 + total)), sampled)
-    plan.request_ids = [f"r{row}" for row in rows]
-    batch = memory.bind(plan)
-    compare(memory, spans, batch)
-    return batch
-
-
-def compare(memory: KVMemory, spans: list[tuple[int, int, int]], batch: Batch) -> None:
-    """Every field against what the table and the spans say, token by token."""
-    size, pages = memory.page_size, {row: memory.table.pages_of(ints(row))[0].tolist() for row, _, _ in spans}
-    tokens = [(row, position) for row, start, stop in spans for position in range(start, stop)]
-    slots = [pages[row][position // size] * size + position % size for row, position in tokens]
-    out_loc = batch.out_loc[memory.pool.name]
-    assert out_loc.dtype == torch.int64
-    assert out_loc.tolist() == slots
-    assert batch.positions.tolist() == [position for _, position in tokens]
-    assert batch.row_slot.tolist() == [row for row, _, _ in spans]
-    assert batch.prefix_lens.tolist() == [start for _, start, _ in spans]
-    assert batch.q_lens.tolist() == [stop - start for _, start, stop in spans]
-    assert batch.seq_lens.tolist() == [stop for _, _, stop in spans]
-    ends = np.cumsum([stop - start for _, start, stop in spans]).tolist()
-    assert batch.q_start.tolist() == [0, *ends]
-    assert batch.logits_idx.tolist() == [ends[row] - 1 for row in batch.sample_rows.tolist()]
-    assert batch.token_ids.tolist() == list(range(50, 50 + len(tokens)))
-    assert batch.token_src.tolist() == [-1] * len(tokens)
-    assert not batch.has_token_src
-    assert (batch.rows, batch.tokens) == (len(spans), len(tokens))
-    assert batch.max_q == max(stop - start for _, start, stop in spans)
-    assert batch.max_seq == max(stop for _, _, stop in spans)
-    assert batch.pad_slot == memory.max_rows
-    assert list(batch.request_ids) == [f"r{row}" for row, _, _ in spans]
-    for name in ("positions", "row_slot", "q_start", "logits_idx", "token_ids", "token_src", "seq_lens"):
-        assert batch.tensor(name).dtype == torch.int32
-    if table := batch.page_table:
-        assert table[memory.pool.name].dtype == torch.int32
-        for (row, _, stop), line in zip(spans, table[memory.pool.name].tolist(), strict=True):
-            used = -(-stop // size)
-            assert line[:used] == pages[row][:used]
-
-
-def as_on_a_device(table: RequestTable, page_size: int, device: torch.device) -> DeviceBinding:
-    """The way of a device, with a device table of its own, on the CPU."""
-    table.device_pages = torch.full_like(table.device_pages, -1)
-    return DeviceBinding(table, page_size, torch_kernels, device)
-
-
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 100])
-def test_bind_over_a_random_history(page_size: int, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if on_device:
-        monkeypatch.setattr("kvloom.allocator.memory.binding_for", as_on_a_device)
-    draw = random.Random(page_size)
-    memory = make(pages=max(12, 160 // page_size), page_size=page_size, max_rows=6, max_seq=120)
-    prompts: dict[int, int] = {}
-    lengths: dict[int, int] = {}  # tokens whose KV is there
-    kinds: set[str] = set()
-    for step in range(80):
-        if (row := memory.admit(NOTHING, prompt := draw.randint(1, 60))) is not None:
-            prompts[row], lengths[row] = prompt, 0
-        running = [row for row in lengths if lengths[row] >= prompts[row] and lengths[row] < 119]
-        decode = {row: lengths[row] for row in running if draw.random() < 0.8}
-        grown = ints(*(length + 1 for length in decode.values()))
-        if memory.reserve(ints(*decode), grown) is not None:
-            decode = {}
-        filling = [row for row in lengths if lengths[row] < prompts[row] and draw.random() < 0.6]
-        prefill = {row: (lengths[row], draw.randint(lengths[row] + 1, prompts[row])) for row in filling}
-        if decode or prefill:
-            kinds.add(bound(memory, decode, prefill).kind)
-        lengths |= {row: length + 1 for row, length in decode.items()} | {
-            row: stop for row, (_, stop) in prefill.items()
-        }
-        for row in [row for row in lengths if draw.random() < 0.08]:
-            memory.release([row], [draw.choice([-1, step, step + 1])])
-            del prompts[row], lengths[row]
-        memory.settle(step - 1)
-        memory.check()
-    assert kinds == {"decode", "prefill", "mixed"}
-
-
-def test_the_page_table_of_a_batch_stays_when_its_row_is_given_on() -> None:
-    memory = make()
-    row = admitted(memory, 9)
-    table = bound(memory, prefill={row: (0, 9)}).page_table["full"]
-    before = table.tolist()
-    memory.release([row], [-1])
-    admitted(memory, 1)
-    assert table.tolist() == before == [[1, 2, 3]]
-
-
-def test_tokens_in_flight_keep_their_source() -> None:
-    memory = make()
-    row = admitted(memory, 3)
-    assert memory.reserve(ints(row), ints(4)) is None
-    plan = Step(7, ints(row), ints(3), ints(1), 1, ints(0), ints(0), token_src=ints(row))
-    batch = memory.bind(plan)
-    assert (batch.step, batch.has_token_src, batch.token_src.tolist()) == (7, True, [row])
-    batch.replace_token_ids(torch.tensor([42], dtype=torch.int32))
-    assert batch.token_ids.tolist() == [42]
-
-
-def test_a_plan_beyond_what_was_reserved_is_refused() -> None:
-    memory = make()
-    row = admitted(memory, 3)
-    with pytest.raises(InvalidArgument, match=f"row {row} up to token 9; 3 are reserved"):  # else: the dump page
-        memory.bind(Step(0, ints(row), ints(0), ints(9), 0, ints(*range(9)), ints(0)))
 
 
 def test_the_report_says_who_holds_what() -> None:

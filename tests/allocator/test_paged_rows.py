@@ -92,7 +92,7 @@ class PagedRowsMachine(RuleBasedStateMachine):
         fences = [self.settled + data.draw(st.integers(0, 2)) for _ in rows]
         table, size = self.rows.table, self.page_size
         ends = [table.pages[row, n // size] for row, n in zip(rows, lengths, strict=True) if n % size]
-        others = [table.pages_of(ints(row))[0].tolist() for row in self.said]
+        others = [table.own_pages(ints(row))[0].tolist() for row in self.said]
         if any(sum(page in pages for pages in others) > 1 for page in ends):
             with pytest.raises(InvalidArgument, match="share"):
                 self.rows.truncate_rows(ints(*rows), ints(*lengths), fences)
@@ -134,7 +134,7 @@ class PagedRowsMachine(RuleBasedStateMachine):
             position = np.arange(len(said))
             slots = table.pages[row, position // size].astype(np.int64) * size + position % size
             assert keys[torch.from_numpy(slots)].tolist() == said
-            users.update(table.pages_of(ints(row))[0].tolist())
+            users.update(table.own_pages(ints(row))[0].tolist())
         assert self.rows.allocator.statistics().held == len(users)
 
     def teardown(self) -> None:
@@ -230,7 +230,7 @@ def test_a_decode_step_that_is_short_changes_nothing() -> None:
     first, second = opened(rows, 2)
     rows.extend_rows(ints(first, second), ints(4, 3))
     sent = step.seq_lens.tolist()
-    assert step.plan(ints(first)) == Shortfall("full", 1, 0, 0, 0)
+    assert step.plan(ints(first)) == Shortfall("full", 1, 0, 0, 0, 4)
     assert (step.seq_lens.tolist(), rows.table.lengths[:2].tolist()) == (sent, [4, 3])
     assert step.plan(ints(second)) is None
     with pytest.raises(InvalidArgument, match="3 rows in a step of at most 2"):

@@ -62,7 +62,8 @@ class RowsMachine(RuleBasedStateMachine):
         result = self.rows.reserve(ints(*rows), ints(*lengths), evictable=7)
         if sum(needs) > len(self.free):
             fits = next(n for n in range(len(rows), -1, -1) if sum(needs[:n]) <= len(self.free))
-            assert result == Shortfall("full", sum(needs), len(self.free), 7, fits)
+            upto = (len(self.held[rows[fits]]) + len(self.free) - sum(needs[:fits])) * self.page_size
+            assert result == Shortfall("full", sum(needs), len(self.free), 7, fits, upto)
             return
         assert result is None
         self.lengths |= {row: max(self.lengths[row], length) for row, length in zip(rows, lengths, strict=True)}
@@ -106,7 +107,7 @@ class RowsMachine(RuleBasedStateMachine):
         assert ledger.held_pages == len(held)
         assert table.free_rows == MAX_ROWS - len(self.held) - len(self.waiting)
         for row, pages in self.held.items():
-            assert table.pages_of(ints(row))[0].tolist() == pages
+            assert table.own_pages(ints(row))[0].tolist() == pages
             assert ledger.holders_of(ints(*pages)).tolist() == [row] * len(pages)
             assert table.lengths[row] == self.lengths[row]
 
@@ -158,8 +159,8 @@ def test_misuse_changes_nothing(misuse: Callable[[RowAllocator], object], error:
 def test_a_shortage_says_how_much_and_for_how_many_and_changes_nothing() -> None:
     rows = used()
     before = all_books(rows)
-    assert rows.reserve(ints(1, 0), ints(16, 12), evictable=2) == Shortfall("full", 4, 3, 2, 1)
-    assert rows.reserve(ints(0, 1), ints(24, 8)) == Shortfall("full", 5, 3, 0, 0)
+    assert rows.reserve(ints(1, 0), ints(16, 12), evictable=2) == Shortfall("full", 4, 3, 2, 1, 8)
+    assert rows.reserve(ints(0, 1), ints(24, 8)) == Shortfall("full", 5, 3, 0, 0, 20)
     after = all_books(rows)
     assert after[1:] == before[1:]
     assert rows.ledger.statistics().failures == 2

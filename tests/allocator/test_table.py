@@ -105,7 +105,7 @@ class TableMachine(RuleBasedStateMachine):
             assert table.lengths[row] == self.lengths.get(row, 0)
             assert table.pages[row].tolist() == pages + [0] * (MAX_PAGES - len(pages))
         assert table.slack_tokens(16) == 16 * sum(map(len, self.held.values())) - sum(self.lengths.values())
-        pages_of, owners = table.pages_of(ints(*self.held))
+        pages_of, owners = table.own_pages(ints(*self.held))
         assert list(zip(owners.tolist(), pages_of.tolist(), strict=True)) == [
             (row, page) for row, pages in self.held.items() for page in pages
         ]
@@ -198,7 +198,9 @@ def test_on_the_cpu_the_devices_table_is_the_hosts() -> None:
 
 def write(array: str, at: int | tuple[int, int], value: int) -> Callable[[RequestTable], None]:
     def damage(table: RequestTable) -> None:
-        found: np.ndarray[tuple[int, ...], np.dtype[np.int32]] = getattr(table, array)
+        found: np.ndarray[tuple[int, ...], np.dtype[np.int32]] = getattr(
+            table if hasattr(table, array) else table.slots, array
+        )
         found[at] = value
 
     return damage
@@ -207,13 +209,13 @@ def write(array: str, at: int | tuple[int, int], value: int) -> Callable[[Reques
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda table: table._free.append(3),
-        lambda table: table._free.append(0),
-        lambda table: table._free.append(2),
-        lambda table: table._free.append(4),
-        lambda table: table._free.clear(),
-        lambda table: table._waiting.clear(),
-        lambda table: table._waiting.append((5, [1])),
+        lambda table: table.slots._free.append(3),
+        lambda table: table.slots._free.append(0),
+        lambda table: table.slots._free.append(2),
+        lambda table: table.slots._free.append(4),
+        lambda table: table.slots._free.clear(),
+        lambda table: table.slots._waiting.clear(),
+        lambda table: table.slots._waiting.append((5, [1])),
         write("_held", 1, False),
         write("_held", 3, True),
         write("_held", 4, True),
@@ -240,16 +242,16 @@ def test_frozen_rows_are_looked_at_again_when_rows_come_or_go() -> None:
     rows = ints(0, 1, 2)
     rows.setflags(write=False)
     for _ in range(2):
-        assert table.index_of_held(rows).tolist() == [0, 1, 2]
+        assert table.slots.index_of_held(rows).tolist() == [0, 1, 2]
     table.close(ints(1), -1)
     with pytest.raises(DoubleFree):
-        table.index_of_held(rows)
+        table.slots.index_of_held(rows)
     assert table.open() == 1
-    assert table.index_of_held(rows).tolist() == [0, 1, 2]
+    assert table.slots.index_of_held(rows).tolist() == [0, 1, 2]
     view = np.arange(3, dtype=np.int32)[:2]
     view.setflags(write=False)
-    table.index_of_held(view)
+    table.slots.index_of_held(view)
     assert view.base is not None
     view.base[0] = 3  # a view can change under our eyes
     with pytest.raises(DoubleFree):
-        table.index_of_held(view)
+        table.slots.index_of_held(view)

@@ -258,19 +258,19 @@ def test_d24_what_was_given_in_is_the_callers_own() -> None:
 def test_d33_a_shortage_has_a_pool_and_numbers() -> None:
     """The row verbs say what is missing; the public ones say None, and which pool it was is counted."""
     memory = KVMemory([PoolSpec("global")], capacity_tokens=64, page_size=16)
-    rows = ints(*(row for row in (memory.admit(Match(0, ints()), 16) for _ in range(2)) if row is not None))
-    assert memory.reserve(rows, ints(32, 49)) == Shortfall(pool="global", need=4, free=2, evictable=0, fits=1)
-    assert memory.allocator.alloc(64) is None
+    rows = ints(*(row for row in (memory.admit(Match(0, {}), 16) for _ in range(2)) if row is not None))
+    assert memory.reserve(rows, ints(32, 49)) == Shortfall(pool="global", need=4, free=2, evictable=0, fits=1, upto=32)
+    assert memory.allocators["global"].alloc(64) is None
     report = memory.statistics().pools["global"]
     assert (report.pool, report.failures, report.free) == ("global", 2, 2)
 
 
 def test_d32_pages_have_owners_and_watermarks_and_are_counted() -> None:
     memory = KVMemory(capacity_tokens=64, page_size=16)
-    row = memory.admit(Match(0, ints()), 20, spare=2)
+    row = memory.admit(Match(0, {}), 20, spare=2)
     assert row is not None
-    assert memory.admit(Match(0, ints()), 16, spare=2) is None  # it would fit, but for what is kept back
-    ledger = memory.allocator.ledger
+    assert memory.admit(Match(0, {}), 16, spare=2) is None  # it would fit, but for what is kept back
+    ledger = memory.allocators["full"].ledger
     assert ledger.holders_of(ints(1, 2, 3)).tolist() == [row, row, -1]
     memory.release([row], [-1], "abort")
     report = memory.statistics().pools["full"]

@@ -6,7 +6,7 @@ import torch
 
 from kvloom.allocator import KVMemory
 from tests.allocator.books import ints
-from tests.allocator.test_memory import Step
+from tests.allocator.memories import Step
 from tests.gpu.test_kernels import no_synchronisation
 
 pytestmark = [

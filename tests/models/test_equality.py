@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvloom.scheduler import SamplingParams
-from tests.models.crowd import CAPACITY, LENGTHS, NEW_TOKENS, Spoken, answers, spoken_by
+from tests.models.crowd import LENGTHS, NEW_TOKENS, Spoken, answers, spoken_by
 from tests.models.tiny import MODELS
 
 PARAMS: tuple[Mapping[str, Any], ...] = (
@@ -38,15 +38,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("host_bytes", [0, 2**30], ids=["recompute", "offload"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk", [7, 16, 64])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("name", MODELS)
 async def test_tokens_equal_those_of_generate(
-    spoken: Mapping[str, Spoken], name: str, page_size: int, chunk: int, depth: int
+    spoken: Mapping[str, Spoken], name: str, page_size: int, chunk: int, depth: int, host_bytes: int
 ) -> None:
+    """With the prefix cache on, window layers in a pool of their own, pages evicted, requests thrown out."""
     case = spoken[name]
-    said, preemptions = await answers(case, page_size=page_size, chunk=chunk, depth=depth, capacity=CAPACITY)
+    said, preemptions = await answers(case, page_size=page_size, chunk=chunk, depth=depth, host_bytes=host_bytes)
     assert said == case.expected
     assert preemptions > 0
 
@@ -60,7 +62,7 @@ async def test_sampled_tokens_do_not_depend_on_the_crowd(spoken: Mapping[str, Sp
         SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.8, seed=i, **some)
         for i, some in zip(range(len(LENGTHS)), cycle(PARAMS), strict=False)
     ]
-    crowded, preemptions = await answers(case, page_size=4, chunk=16, depth=depth, capacity=CAPACITY, params=params)
+    crowded, preemptions = await answers(case, page_size=4, chunk=16, depth=depth, params=params)
     at_ease, none = await answers(case, page_size=16, chunk=64, depth=1, capacity=1024, params=params)
     assert crowded == at_ease
     assert preemptions > none == 0

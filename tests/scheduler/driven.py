@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvloom.allocator import KVMemory, MemoryStatistics
+from kvloom.allocator import KVMemory, MemoryStatistics, NullPrefixCache, PoolSpec, PrefixCache
 from kvloom.scheduler import (
     Committed,
     Finished,
@@ -33,10 +33,12 @@ def always_seven(request_id: str, number: int) -> int:
 
 
 def require_nothing_held(memory: KVMemory) -> None:
-    """Every page and every row is free, and the books say so."""
+    """Every row is free, every page too or the cache's and used by nobody, and the books say so."""
     memory.check()
     statistics = memory.statistics()
-    assert all(pool.free + pool.cached == pool.capacity for pool in statistics.pools.values()), statistics
+    for pool in statistics.pools.values():
+        assert (pool.held, pool.quarantined, pool.evictable) == (0, 0, pool.cached), statistics
+        assert pool.free + pool.cached == pool.capacity, statistics
     assert (statistics.rows_held, statistics.rows_quarantined) == (0, 0)
 
 
@@ -58,7 +60,10 @@ class WatchedMemory(KVMemory):
 
 
 class Driven:
-    """The core's verbs, with ids where the core wants requests; `said` and `ends` are what callers heard."""
+    """The core's verbs, with ids where the core wants requests; `said` and `ends` are what callers heard.
+
+    No prefix cache unless one is given: prompts that are numbers all begin alike, and would get each other's pages.
+    """
 
     def __init__(
         self,
@@ -69,9 +74,18 @@ class Driven:
         max_seq: int = 10_000,
         eos_ids: tuple[int, ...] = (),
         speak: Speak = always_seven,
+        pools: SequenceOf[PoolSpec] = (PoolSpec(),),
+        prefix_cache: PrefixCache | None = None,
         **config: Any,
     ) -> None:
-        self.memory = WatchedMemory(capacity_tokens=pages * page_size, page_size=page_size, max_rows=rows)
+        """As many `pages` in each pool."""
+        self.memory = WatchedMemory(
+            pools=pools,
+            capacity_tokens={pool.name: pages * page_size for pool in pools},
+            page_size=page_size,
+            max_rows=rows,
+            prefix_cache=prefix_cache or NullPrefixCache(),
+        )
         self.config = SchedulerConfig(**{"max_running": min(rows, 32), **config})
         self.core = SchedulerCore(self.memory, self.config, ModelLimits(100, max_seq, eos_ids))
         self.speak = speak

@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from kvloom.allocator import Batch, KVMemory
+from kvloom.allocator import Batch, KeptPrefixCache, KVMemory
 from kvloom.scheduler import Engine, Finished, SamplingParams, SchedulerConfig, TokenStream
 from kvloom.scheduler.ports import Clock
 from kvloom.scheduler.runners import StepOutput, ToyRunner
@@ -61,9 +61,17 @@ class Gate:
 
 
 def engine_over(
-    runner: ToyRunner, *, pages: int = 256, page_size: int = 16, clock: Clock = time.monotonic, **config: Any
+    runner: ToyRunner,
+    *,
+    pages: int = 256,
+    page_size: int = 16,
+    clock: Clock = time.monotonic,
+    prefix_cache: KeptPrefixCache | None = None,
+    **config: Any,
 ) -> tuple[Engine, KVMemory]:
-    memory = KVMemory.for_runner(runner, capacity_tokens=pages * page_size, page_size=page_size, max_rows=64)
+    memory = KVMemory.for_runner(
+        runner, capacity_tokens=pages * page_size, page_size=page_size, max_rows=64, prefix_cache=prefix_cache
+    )
     return Engine(runner, memory, SchedulerConfig(**{"max_running": 16, **config}), clock=clock), memory
 
 

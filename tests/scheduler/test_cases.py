@@ -7,6 +7,7 @@ import anyio
 import pytest
 import torch
 
+from kvloom.allocator import NullPrefixCache
 from kvloom.scheduler import (
     DuplicateRequest,
     Engine,
@@ -145,7 +146,7 @@ async def test_b27_an_abort_in_the_last_step(
 ) -> None:
     gate = Gate(first=last)
     settings = {"prefill_chunk": 16, "max_batch_tokens": 64, "steps_in_flight_max": depth}
-    async with engine_of(ScriptedRunner(gate), **settings) as engine:
+    async with engine_of(ScriptedRunner(gate), prefix_cache=NullPrefixCache(), **settings) as engine:
         async with engine.open([1] * prompt, params(outputs)) as stream:
             await gate.entered()
             engine.abort(stream.request_id)

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
+from kvloom.allocator import PoolSpec
+from kvloom.allocator.prefix import KeptPrefixCache, NullPrefixCache, RadixPrefixCache
 from kvloom.scheduler import FinishReason
+from kvloom.scheduler.plan import IntArray
+from kvloom.scheduler.ports import TokensOf
 from tests.scheduler.driven import Driven, ids, sizes
 
 Drive = Callable[..., Driven]
@@ -111,16 +114,23 @@ def test_the_youngest_makes_room_and_comes_back(drive: Drive) -> None:
     assert set(driven.reasons().values()) == {FinishReason.LENGTH}
 
 
-def crowd(drive: Drive, depth: int) -> Driven:
-    driven = drive(pages=10, page_size=2, max_running=6, steps_in_flight_max=depth, speak=numbered, prefill_chunk=3)
+def crowd(drive: Drive, depth: int, prefix_cache: KeptPrefixCache | None = None) -> Driven:
+    driven = drive(
+        pages=10, page_size=2, max_running=6, steps_in_flight_max=depth, speak=numbered, prefill_chunk=3,
+        prefix_cache=prefix_cache,
+    )  # fmt: skip
     for i in range(6):
         driven.add(str(i), 2 + i % 3, max_new_tokens=8)
     return driven
 
 
+both_caches = pytest.mark.parametrize("make_cache", [NullPrefixCache, RadixPrefixCache])
+
+
+@both_caches
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_oldest_never_gives_way(drive: Drive, depth: int) -> None:
-    driven = crowd(drive, depth)
+def test_the_oldest_never_gives_way(drive: Drive, depth: int, make_cache: Callable[[], KeptPrefixCache]) -> None:
+    driven = crowd(drive, depth, make_cache())
     while driven.core.has_work:
         oldest = driven.core.live[0]
         before = oldest.preemptions
@@ -130,10 +140,13 @@ def test_the_oldest_never_gives_way(drive: Drive, depth: int) -> None:
     assert all(said == [40 + i for i in range(8)] for said in driven.said.values())
 
 
+@both_caches
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_enters_before_somebody_older(drive: Drive, depth: int) -> None:
+def test_nobody_enters_before_somebody_older(
+    drive: Drive, depth: int, make_cache: Callable[[], KeptPrefixCache]
+) -> None:
     """Which puts those who were preempted before those who never ran."""
-    driven = crowd(drive, depth)
+    driven = crowd(drive, depth, make_cache())
     came_back = 0
     while driven.core.has_work:
         outside = [one for one in driven.core.live if one.row < 0]
@@ -309,15 +322,52 @@ def test_a_pool_that_one_request_fills(drive: Drive) -> None:
     assert set(driven.reasons().values()) == {FinishReason.LENGTH}
 
 
-def test_published_and_trimmed_are_settled_lengths_only(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    driven = drive(steps_in_flight_max=2, prefill_chunk=4)
-    told: list[tuple[str, list[int]]] = []
-    for verb in ("publish", "trim"):
-        monkeypatch.setattr(
-            driven.memory,
-            verb,
-            lambda rows, lengths, verb=verb: told.append((verb, np.asarray(lengths).tolist())),
-        )
-    driven.add("a", 6, max_new_tokens=2)
+FULL, SWA = PoolSpec(), PoolSpec("swa", window=3)
+Told = list[tuple[str, list[int]]]
+
+
+@pytest.mark.parametrize(
+    ("pools", "expected"),
+    [
+        ((FULL,), [("publish", []), ("publish", [4]), ("publish", [1]), ("publish", [8])]),
+        (
+            (FULL, SWA),
+            [
+                ("publish", []),  # a may enter, and nobody runs
+                ("publish", [4]), ("trim", [4]),  # a prompt goes on, before pages leave its window
+                ("publish", [4]),  # b may enter; 6 of a are planned
+                ("publish", [6]), ("trim", [6]),
+                ("publish", [1]), ("trim", [7, 1]),
+                ("publish", [1]),  # b leaves
+                ("publish", []), ("trim", [8]),
+                ("publish", [8]),
+            ],
+        ),
+    ],
+    ids=["full", "with a window"],
+)  # fmt: skip
+def test_published_and_trimmed_are_settled_lengths_only(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, pools: tuple[PoolSpec, ...], expected: Told
+) -> None:
+    driven = drive(steps_in_flight_max=2, prefill_chunk=4, pools=pools)
+    told: Told = []
+    tokens: list[list[int]] = []  # of each row that is told of, up to the length that is told
+
+    def listen(verb: str) -> None:
+        def note(rows: IntArray, lengths: IntArray, tokens_of: TokensOf) -> None:
+            told.append((verb, lengths.tolist()))
+            tokens.extend(tokens_of(row, 0, end).tolist() for row, end in zip(rows, lengths.tolist(), strict=True))
+
+        monkeypatch.setattr(driven.memory, verb, note)
+
+    listen("publish")
+    listen("trim")
+    driven.add("a", 6, max_new_tokens=3)
+    driven.plan()
+    driven.plan()
+    driven.commit()
+    driven.add("b", [50], max_new_tokens=1)
     driven.run()
-    assert told == [(verb, [length]) for length in (4, 6, 7) for verb in ("publish", "trim")]
+    assert told == expected
+    said = [10, 11, 12, 13, 14, 15, 7, 7]
+    assert tokens == [said[:end] if end > 1 else [50] for _, ends in told for end in ends]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvloom.allocator.prefix import KeptPrefixCache, NullPrefixCache, RadixPrefixCache
 from kvloom.scheduler import Plan, Rejected, RunnerFailed
 from kvloom.scheduler.randomness import uniforms
 from tests.scheduler.driven import Driven, ids, sizes
@@ -245,16 +246,18 @@ def history(driven: Driven, seed: int) -> list[list[bytes]]:
     return plans
 
 
+@pytest.mark.parametrize("make_cache", [NullPrefixCache, RadixPrefixCache])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_same_calls_give_the_same_plans(drive: Drive, seed: int) -> None:
+def test_the_same_calls_give_the_same_plans(drive: Drive, seed: int, make_cache: Callable[[], KeptPrefixCache]) -> None:
     settings = {
         "pages": 12, "page_size": 4, "max_running": 4, "max_waiting": 5, "max_batch_tokens": 12, "prefill_chunk": 5,
         "steps_in_flight_max": 1 + seed % 2, "eos_ids": (41,),
         "speak": lambda request_id, number: (len(request_id) * 31 + int(request_id[1:]) * 7 + number) % 60,
     }  # fmt: skip
-    one, other = drive(**settings), drive(**settings)
+    one, other = (drive(**settings, prefix_cache=make_cache()) for _ in range(2))
     plans = history(one, seed)
     assert plans == history(other, seed)
     assert len(plans) > 20
     assert one.core.statistics() == other.core.statistics()
     assert one.memory.given_back == other.memory.given_back
+    assert (one.core.statistics().prompt_tokens_cached > 0) == (make_cache is RadixPrefixCache)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -13,11 +14,12 @@ from kvloom.allocator import InvalidArgument, KVMemory, PoolSpec
 from kvloom.scheduler import Engine, EngineState, NeverFits, QueueFull, SamplingParams, SchedulerConfig, TooLong
 from kvloom.scheduler.errors import BrokenInvariant, EngineFailed, InvalidRequest, Misuse
 from kvloom.scheduler.runners import ShadowRunner, StepOutput, ToyRunner
-from kvloom.scheduler.runners.shadow import continuation
+from kvloom.scheduler.runners.shadow import SHADOW_POOL, continuation
 from tests.scheduler.driven import require_nothing_held
 from tests.scheduler.engines import Gate, ScriptedRunner, read, until
 
 EngineOf = Callable[..., Engine]
+WINDOWED = replace(SHADOW_POOL, name="swa", window=4)
 both_depths = pytest.mark.parametrize("depth", [1, 2])
 
 
@@ -51,14 +53,35 @@ async def test_engines_one_after_the_other_over_one_memory(depth: int) -> None:
     ],
 )
 def test_memory_made_for_another_runner(made: dict[str, Any], words: str) -> None:
-    memory = KVMemory(**{"capacity_tokens": 64, "needs": frozenset({"page_table"}), **made})
+    memory = KVMemory(
+        **{"pools": (SHADOW_POOL,), "capacity_tokens": 64, "needs": frozenset({"page_table"}), **made}
+    )  # fmt: skip
     with pytest.raises(InvalidArgument, match=words):
         Engine(ShadowRunner(), memory)
 
 
 def test_a_window_is_not_quietly_taken_for_none() -> None:
-    with pytest.raises(InvalidArgument, match="window"):
-        KVMemory((PoolSpec(window=4),), capacity_tokens=64)
+    """Nor a pool with a window for one without, nor one for several."""
+    with pytest.raises(InvalidArgument, match="the runner wants the pools"):
+        Engine(ShadowRunner(), KVMemory((WINDOWED,), capacity_tokens=64, needs=frozenset({"page_table"})))
+    with pytest.raises(InvalidArgument, match="the runner wants the pools"):
+        Engine(
+            ShadowRunner(pools=(SHADOW_POOL, WINDOWED)),
+            KVMemory((SHADOW_POOL,), capacity_tokens=64, needs=frozenset({"page_table"})),
+        )
+
+
+async def test_a_window_is_served() -> None:
+    """Requests far longer than what the window's pool holds, which they give back as they go on."""
+    runner = ShadowRunner(pools=(WINDOWED,), max_seq=200)
+    memory = KVMemory.for_runner(runner, capacity_tokens=5 * 4, page_size=4, max_rows=4)
+    async with Engine(runner, memory, SchedulerConfig(max_running=4, steps_in_flight_max=2)) as engine:
+        with anyio.fail_after(10):
+            for prompt in ([1, 2, 3], [4] * 60):
+                result = await engine.generate(prompt, SamplingParams(max_new_tokens=100))
+                assert result.token_ids == continuation(prompt, 100)
+    require_nothing_held(memory)
+    assert memory.statistics().pools["swa"].allocated >= (102 + 159) // 4
 
 
 @pytest.mark.parametrize("sizes", [{"capacity_tokens": 64.0}, {"capacity_tokens": 64, "page_size": 2.5}])

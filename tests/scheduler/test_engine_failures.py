@@ -69,11 +69,11 @@ class Breaking(KVMemory):
         self._break("bind")
         return super().bind(plan)
 
-    def reserve(self, rows: Any, lengths: Any) -> Any:
+    def reserve(self, rows: Any, lengths: Any, op: str = "decode") -> Any:
         self._break("reserve")
-        return super().reserve(rows, lengths)
+        return super().reserve(rows, lengths, op)
 
-    def publish(self, rows: Any, lengths: Any) -> None:
+    def publish(self, rows: Any, lengths: Any, tokens_of: Any) -> None:
         self._break("publish")
 
     def release(self, rows: Any, fences: Any, reason: str = "finish") -> None:

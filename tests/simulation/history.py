@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvloom.allocator import KVMemory
-from kvloom.allocator.pages import QUARANTINED
+from kvloom.allocator import KVMemory, NullPrefixCache, PoolSpec
+from kvloom.allocator.memory_pool import least_window_pages
+from kvloom.allocator.pages import CACHED, QUARANTINED
 from kvloom.scheduler import Finished, FinishReason, Request, SamplingParams, SchedulerConfig, SchedulerCore, StepResult
 from kvloom.scheduler.config import ModelLimits
 from kvloom.scheduler.errors import Rejected, RunnerFailed
 from kvloom.scheduler.plan import Committed, Plan
-from kvloom.scheduler.runners.shadow import ShadowRunner, continuation
+from kvloom.scheduler.runners.shadow import SHADOW_POOL, ShadowRunner, continuation
 
 EOS = 5
 MAX_SEQ = 64
@@ -29,6 +30,7 @@ class Heard:
     """What one request's caller got."""
 
     prompt: list[int]
+    namespace: str
     tokens: list[int] = field(default_factory=list)
     finals: list[Finished] = field(default_factory=list)
 
@@ -36,15 +38,24 @@ class Heard:
 class History:
     """A seed is a history; `run` replays it and raises AssertionError where a rule breaks."""
 
-    def __init__(self, seed: int, depth: int) -> None:
+    def __init__(
+        self, seed: int, depth: int, pools: tuple[PoolSpec, ...] = (SHADOW_POOL,), host_bytes: int = 0
+    ) -> None:
         self.random = random.Random(seed)
         draw = self.random
         page_size = draw.choice([1, 2, 4, 16])
-        capacity = max(page_size, draw.choice([16, 32, 48, 64, 400]))
+        least = max(least_window_pages(spec.window, page_size) for spec in pools)
+        capacity = max(page_size * least, draw.choice([16, 32, 48, 64, 400]))
         budget = draw.choice([8, 16, 64])
-        self.runner = ShadowRunner(max_seq=MAX_SEQ, eos_ids=(EOS,))
+        self.pools = pools
+        self.runner = ShadowRunner(max_seq=MAX_SEQ, eos_ids=(EOS,), pools=pools)
         self.memory = KVMemory.for_runner(
-            self.runner, capacity_tokens=capacity, page_size=page_size, max_rows=draw.choice([8, 12])
+            self.runner,
+            capacity_tokens=capacity,
+            page_size=page_size,
+            max_rows=draw.choice([8, 12]),
+            host_bytes=host_bytes,
+            prefix_cache=NullPrefixCache() if draw.random() < 0.2 else None,
         )
         self.runner.attach(self.memory.pools)
         config = SchedulerConfig(
@@ -78,26 +89,37 @@ class History:
             self.settle()
             self.check()
         assert not self.core.has_work, "requests left without progress"
-        pool = self.memory.statistics().pools["full"]
-        assert (pool.free, self.memory.table.free_rows) == (pool.capacity, self.memory.max_rows)
+        statistics = self.memory.statistics()
+        assert (statistics.rows_held, statistics.rows_quarantined) == (0, 0)
+        for pool in statistics.pools.values():
+            assert (pool.held, pool.quarantined, pool.evictable) == (0, 0, pool.cached)
         assert all(len(heard.finals) == 1 for heard in self.heard.values())
 
     def arrive(self) -> None:
         """A request with random wishes; some are refused at the door."""
         prompt = [self.random.randrange(97) for _ in range(self.random.randint(1, self.random.choice([6, 12, 40])))]
+        if self.heard and self.random.random() < 0.6:  # goes on from what another has asked, or heard
+            other = self.random.choice(list(self.heard.values()))
+            said = other.prompt + other.tokens
+            prompt = (said[: self.random.randint(1, len(said))] + prompt)[: MAX_SEQ - 1]
         request_id = f"r{len(self.heard)}"
         params = SamplingParams(
             max_new_tokens=self.random.choice([1, 3, 20, 40, None]), min_new_tokens=self.random.choice([0, 0, 1])
         )
         deadline = self.now + self.random.random() * 60 if self.random.random() < 0.1 else None
-        request = Request(id=request_id, prompt=np.array(prompt, np.int32), params=params, deadline=deadline)
-        heard = Heard(prompt)
+        namespace = self.random.choice(["", "", "tenant"])
+        request = Request(
+            id=request_id, prompt=np.array(prompt, np.int32), params=params, deadline=deadline,
+            cache_namespace=namespace,
+        )  # fmt: skip
+        heard = Heard(prompt, namespace)
         try:
             self.core.add(request, self.now, heard)
         except Rejected as error:
             self.core.refuse(error)
             return
         self.heard[request_id] = heard
+        self.runner.tell(request_id, prompt, namespace)
 
     def abort(self) -> None:
         """Somebody leaves, perhaps in the middle of a step; or nobody of that name is here."""
@@ -118,6 +140,7 @@ class History:
             batch.replace_token_ids(torch.from_numpy(ids))
         if self.random.random() < self.fault_rate:
             # A step that failed has written nothing: what it was to write must not be read by anybody.
+            self.runner.give_up(plan.request_ids)
             self.out.append((plan, RunnerFailed("injected")))
             return
         tokens = self.runner.forward(batch).next_tokens
@@ -148,7 +171,8 @@ class History:
         for sequence, finished in committed.finished:
             heard = sequence.sink
             heard.finals.append(finished)
-            assert heard.tokens == continuation(heard.prompt, len(heard.tokens)), finished
+            expected = continuation(heard.prompt, len(heard.tokens), identity=heard.namespace)
+            assert heard.tokens == expected, finished
             assert finished.usage.output_tokens == len(heard.tokens)
             if finished.reason is FinishReason.STOP:
                 assert heard.tokens[-1] == EOS
@@ -156,12 +180,15 @@ class History:
     def check(self) -> None:
         """Conservation of pages and requests, and R6: what a step in flight names is held or quarantined."""
         self.memory.check()
-        ledger, table = self.memory.allocator.ledger, self.memory.table
-        for plan, _ in self.out:
-            for row in plan.rows.tolist():
-                pages = table.pages[row, : table.page_counts[row]]
-                holders = ledger.holders_of(pages)
-                assert np.all((holders == row) | (holders == QUARANTINED)), (plan.step, row)
+        for name, table in self.memory.tables.items():
+            ledger = self.memory.allocators[name].ledger
+            window = next(spec.window for spec in self.pools if spec.name == name)
+            for plan, _ in self.out:
+                for row, prefix in zip(plan.rows.tolist(), plan.prefix_lens.tolist(), strict=True):
+                    first = 0 if window is None else max(prefix + 1 - window, 0) // self.memory.page_size
+                    pages = table.pages[row, first : table.page_counts[row]]
+                    holders = ledger.holders_of(pages)
+                    assert np.all((holders == row) | (holders == QUARANTINED) | (holders == CACHED)), (plan.step, row)
         now = self.core.statistics()
         live = now.waiting + now.preempted + now.prefilling + now.decoding
         assert now.received == sum(now.rejected.values()) + sum(now.finished.values()) + live

@@ -2,18 +2,22 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
-from kvloom.allocator import KVMemory
+from kvloom.allocator import KVMemory, PoolSpec
 from kvloom.scheduler import Engine, FinishReason, SamplingParams, SchedulerConfig
-from kvloom.scheduler.runners.shadow import ShadowRunner, continuation
+from kvloom.scheduler.runners.shadow import SHADOW_POOL, ShadowRunner, continuation
+from tests.scheduler.driven import require_nothing_held
+
+SHARED = tuple(i * 31 % 97 for i in range(40))  # what some prompts begin with
 
 
 async def caller(engine: Engine, draw: random.Random) -> str:
     """One caller: reads all, leaves early, is cancelled, or wants the whole answer."""
     await asyncio.sleep(draw.random() * 0.05)
-    prompt = [draw.randrange(97) for _ in range(draw.randint(1, 50))]
+    prompt = [*SHARED[: draw.choice([0, 0, 7, 20, 40])], *(draw.randrange(97) for _ in range(draw.randint(1, 50)))]
     count = draw.randint(1, 30)
     params = SamplingParams(max_new_tokens=count)
     habit = draw.choice(["generate", "read", "leave", "cancel"])
@@ -37,12 +41,18 @@ async def caller(engine: Engine, draw: random.Random) -> str:
     return str(stream.final.reason)
 
 
+FULL, SWA = SHADOW_POOL, replace(SHADOW_POOL, name="swa", window=11)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("pools", [(FULL,), (FULL, SWA), (SWA,)], ids=["full", "both", "swa"])
 @pytest.mark.parametrize("seed", range(3))
-async def test_random_callers_get_what_a_run_alone_says(seed: int, depth: int) -> None:
+async def test_random_callers_get_what_a_run_alone_says(seed: int, pools: tuple[PoolSpec, ...], depth: int) -> None:
     draw = random.Random(seed)
-    runner = ShadowRunner(max_seq=128)
-    memory = KVMemory.for_runner(runner, capacity_tokens=draw.choice([96, 400]), page_size=draw.choice([1, 4, 16]))
+    runner = ShadowRunner(max_seq=128, pools=pools)
+    memory = KVMemory.for_runner(
+        runner, capacity_tokens=draw.choice([96, 400]), page_size=draw.choice([1, 4, 16]), lengths=[40]
+    )
     config = SchedulerConfig(
         max_running=6, max_batch_tokens=32, prefill_chunk=draw.randint(3, 32), max_waiting=5, steps_in_flight_max=depth
     )
@@ -52,6 +62,5 @@ async def test_random_callers_get_what_a_run_alone_says(seed: int, depth: int) -
         now = engine.statistics()
     assert {"length", "abort"} <= set(reasons)
     assert now.scheduler.received == sum(now.scheduler.finished.values()) + sum(now.scheduler.rejected.values()) == 60
-    memory.check()
-    pool = memory.statistics().pools["full"]
-    assert (pool.free, memory.table.free_rows) == (pool.capacity, memory.max_rows)
+    assert now.scheduler.prompt_tokens_cached > 0
+    require_nothing_held(memory)

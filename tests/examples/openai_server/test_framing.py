@@ -33,7 +33,12 @@ async def test_b48_usage_is_one_chunk_for_those_who_asked(
         usages = [chunk["usage"] for chunk in chunks if "usage" in chunk]
         if wanted:
             assert chunks[-1]["choices"] == []
-            assert chunks.pop()["usage"] == (await it.post(path, request_id="w", **body)).json()["usage"]
+            streamed_usage, whole = chunks.pop()["usage"], (await it.post(path, request_id="w", **body)).json()["usage"]
+            # The same prompt again: whole pages of 4 of it are cached by now, and its last token is computed.
+            cached = (whole["prompt_tokens"] - 1) // 4 * 4
+            assert streamed_usage.pop("prompt_tokens_details") == {"cached_tokens": 0}
+            assert whole.pop("prompt_tokens_details") == {"cached_tokens": cached}
+            assert streamed_usage == whole
         assert len(usages) == wanted
         assert all(len(chunk["choices"]) == 1 for chunk in chunks)
         reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvloom.allocator import Batch, HostArrays
 from kvloom.scheduler.plan import Sampling
@@ -23,10 +25,15 @@ class Row:
 
 
 class Pages:
-    """Hands out pages 1 to `count` in a random order, and makes batches of rows that hold them."""
+    """Hands out pages 1 to `count` in a random order, and makes batches of rows that hold them.
 
-    def __init__(self, count: int, page_size: int, seed: int = 0) -> None:
+    A row's pages have the same ids in all `pools`, shifted by one place from each pool to the next.
+    """
+
+    def __init__(self, count: int, page_size: int, seed: int = 0, pools: Sequence[str] = ("full",)) -> None:
         self.page_size = page_size
+        self._count = count
+        self._pools = pools
         self._free = (np.random.default_rng(seed).permutation(count) + 1).tolist()
         self._step = 0
 
@@ -72,11 +79,19 @@ class Pages:
             host=host,
             device=torch.device(device),
             pad_slot=len(work),
-            out_loc={"full": torch.tensor(out_loc, dtype=torch.int64, device=device)},
-            page_table={"full": torch.from_numpy(table).to(device)},
+            out_loc=self._in_each_pool(np.array(out_loc, np.int64), self.page_size, device),
+            page_table=self._in_each_pool(table, 1, device),
             sampling=sampling,
             names=Names([str(row.slot) for row, _ in work]),
         )
+
+    def _in_each_pool(self, places: NDArray[Any], unit: int, device: str) -> dict[str, torch.Tensor]:
+        """Pages, or slots (`unit` to a page), of the first pool, and what stands for them in the others; 0 is none."""
+        moved = [(places - unit + shift * unit) % (self._count * unit) + unit for shift in range(len(self._pools))]
+        return {
+            pool: torch.from_numpy(np.where(places < unit, places, there).astype(places.dtype)).to(device)
+            for pool, there in zip(self._pools, moved, strict=True)
+        }
 
 
 def decode_batch(row_slots: Sequence[int], sampling: Sampling | None = None, device: str = "cpu") -> Batch:

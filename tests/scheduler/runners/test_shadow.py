@@ -4,11 +4,13 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 
-from kvloom.allocator import KVMemory
+from kvloom.allocator import KVMemory, MHATokenToKVPool
 from kvloom.scheduler import Engine, EngineFailed, Request, SamplingParams, SchedulerConfig, SchedulerCore, StepResult
 from kvloom.scheduler.config import ModelLimits
 from kvloom.scheduler.runners.shadow import ShadowRunner, ShadowViolation, continuation
+from tests.scheduler.runners.by_hand import Pages, Row
 
 
 class Bench:
@@ -39,23 +41,39 @@ def test_right_memory_passes_and_says_the_continuation() -> None:
 
 def test_a_page_of_another_request_is_seen() -> None:
     bench = Bench()
-    bench.memory.table.pages[0, 0] = bench.memory.table.pages[1, 0]
-    with pytest.raises(ShadowViolation, match=r"'a': slot .* of position 0 holds"):
+    bench.memory.tables["full"].pages[0, 0] = bench.memory.tables["full"].pages[1, 0]
+    with pytest.raises(ShadowViolation, match=r"'a': slot .* of position 0 in 'full' holds"):
         bench.step()
 
 
 def test_a_slot_overwritten_by_somebody_is_seen() -> None:
     bench = Bench()
-    bench.runner._shadow[bench.memory.table.pages[1, 1] * 4 + 2] += 1
-    with pytest.raises(ShadowViolation, match=r"'b': slot .* of position 6 holds"):
+    bench.runner._shadows["full"][bench.memory.tables["full"].pages[1, 1] * 4 + 2] += 1
+    with pytest.raises(ShadowViolation, match=r"'b': slot .* of position 6 in 'full' holds"):
         bench.step()
 
 
 def test_the_dump_page_is_seen() -> None:
     bench = Bench()
-    bench.memory.table.pages[1, 0] = 0
+    bench.memory.tables["full"].pages[1, 0] = 0
     with pytest.raises(ShadowViolation, match="dump page"):
         bench.step()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_request_that_comes_back_on_more_than_it_had_computed(told: bool) -> None:
+    """It was preempted in its prompt, and another one has computed the rest of that meanwhile."""
+    prompt = list(range(30, 47))
+    runner, pages = ShadowRunner(), Pages(20, page_size=4)
+    runner.attach({"full": MHATokenToKVPool(80, 4, torch.int64, 1, 1, 1, "cpu", layers=(0,))})
+    if told:
+        runner.tell("0", prompt)
+    other = Row(1)
+    runner.forward(pages.batch([(Row(0), prompt[:4]), (other, prompt)], 0, [1]))
+    back = Row(0, length=16, pages=other.pages[:4])
+    said = runner.forward(pages.batch([(back, prompt[16:])], 0, [0])).next_tokens
+    assert said is not None
+    assert said.tolist() == continuation(prompt, 1)
 
 
 async def test_a_violation_fails_the_engine_and_everybody_is_told() -> None:
@@ -63,7 +81,7 @@ async def test_a_violation_fails_the_engine_and_everybody_is_told() -> None:
     memory = KVMemory.for_runner(runner, capacity_tokens=256, page_size=4)
     async with Engine(runner, memory) as engine, engine.open([1, 2, 3], SamplingParams(max_new_tokens=100)) as stream:
         await anext(stream)
-        runner._shadow[:] = 1
+        runner._shadows["full"][:] = 1
         while stream.final is None:
             await asyncio.sleep(0.01)
         with pytest.raises(EngineFailed, match="ShadowViolation"):

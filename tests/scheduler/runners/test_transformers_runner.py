@@ -33,7 +33,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kvloom.allocator import KVCache, MHATokenToKVPool
+from kvloom.allocator import KVCache, MHATokenToKVPool, PoolSpec
 from kvloom.scheduler.errors import InvalidConfig, RunnerFailed
 from kvloom.scheduler.runners import TransformersRunner
 from kvloom.scheduler.runners.attention import similar_lengths
@@ -78,22 +78,27 @@ def spoken(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, list[list[i
 
 def pools_for(runner: TransformersRunner, pages: int, page_size: int) -> dict[str, KVCache]:
     """Storage full of NaN: whoever reads a slot that nobody wrote, will show it."""
-    (spec,) = runner.spec.pools
-    pool = MHATokenToKVPool(
-        pages * page_size, page_size, spec.dtype, spec.kv_heads, spec.head_dim, len(spec.layers), runner.spec.device,
-        layers=spec.layers,
-    )  # fmt: skip
-    for layer in spec.layers:
-        for buffer in pool.get_kv_buffer(layer):
-            buffer.fill_(torch.nan)
-    return {spec.name: pool}
+    pools: dict[str, KVCache] = {}
+    for spec in runner.spec.pools:
+        pools[spec.name] = pool = MHATokenToKVPool(
+            pages * page_size, page_size, spec.dtype, spec.kv_heads, spec.head_dim, len(spec.layers),
+            runner.spec.device, layers=spec.layers,
+        )  # fmt: skip
+        for layer in spec.layers:
+            for buffer in pool.get_kv_buffer(layer):
+                buffer.fill_(torch.nan)
+    return pools
+
+
+def pages_for(runner: TransformersRunner, count: int, page_size: int) -> Pages:
+    return Pages(count, page_size, pools=[spec.name for spec in runner.spec.pools])
 
 
 def greedy(runner: TransformersRunner, prompts: Sequence[Sequence[int]], page_size: int, chunk: int) -> list[list[int]]:
     """All prompts at once, cut into chunks; rows whose prompt is done decode in the same steps."""
     count = sum(-(-(len(prompt) + NEW_TOKENS) // page_size) for prompt in prompts)
     runner.attach(pools_for(runner, count, page_size))
-    pages, rows = Pages(count, page_size), [Row(slot) for slot in range(len(prompts))]
+    pages, rows = pages_for(runner, count, page_size), [Row(slot) for slot in range(len(prompts))]
     outputs: list[list[int]] = [[] for _ in prompts]
     while any(len(tokens) < NEW_TOKENS for tokens in outputs):
         decoding = [i for i, tokens in enumerate(outputs) if 0 < len(tokens) < NEW_TOKENS]
@@ -148,9 +153,10 @@ def test_the_spec_says_what_the_model_is() -> None:
     spec = runner.spec
     assert (spec.vocab_size, spec.max_seq, spec.needs) == (211, 100, frozenset({"page_table"}))
     assert spec.eos_ids == (3, 5)
-    (pool,) = spec.pools
-    assert (pool.name, pool.layers, pool.kv_heads, pool.head_dim) == ("full", tuple(range(6)), 1, 16)
-    assert (pool.dtype, pool.window) == (torch.float32, None)
+    assert spec.pools == (
+        PoolSpec("full", (2, 5), kv_heads=1, head_dim=16, dtype=torch.float32, window=None),
+        PoolSpec("swa", (0, 1, 3, 4), kv_heads=1, head_dim=16, dtype=torch.float32, window=12),
+    )
     with pytest.raises(InvalidConfig, match="has a TransformersRunner already"):
         TransformersRunner(model)
     runner.close()
@@ -159,13 +165,31 @@ def test_the_spec_says_what_the_model_is() -> None:
     assert TransformersRunner(model).spec.eos_ids == (7,)
 
 
+@pytest.mark.parametrize(
+    ("name", "max_seq", "expected"),
+    [
+        ("llama", None, [("full", (0, 1), None)]),
+        ("mistral", None, [("swa", (0, 1, 2), 10)]),
+        ("mistral", 11, [("swa", (0, 1, 2), 10)]),
+        ("mistral", 10, [("full", (0, 1, 2), None)]),  # a window that nobody feels
+        ("gemma3", 12, [("full", tuple(range(6)), None)]),
+    ],
+)
+def test_layers_with_a_window_have_a_pool_of_their_own(
+    name: str, max_seq: int | None, expected: list[tuple[str, tuple[int, ...], int | None]]
+) -> None:
+    runner = TransformersRunner(MODELS[name](), max_seq=max_seq)
+    assert [(pool.name, pool.layers, pool.window) for pool in runner.spec.pools] == expected
+    runner.close()
+
+
 def test_a_step_that_samples_nothing_still_writes_its_kv(
     spoken: tuple[PreTrainedModel, list[list[int]], list[list[int]]],
 ) -> None:
     model, prompts, expected = spoken
     runner = TransformersRunner(model)
     runner.attach(pools_for(runner, 30, 4))
-    pages, row = Pages(30, 4), Row(0)
+    pages, row = pages_for(runner, 30, 4), Row(0)
     empty = runner.forward(pages.batch([(row, prompts[4][:39])], 0, [])).logits
     assert empty is not None
     assert empty.shape == (0, model.config.vocab_size)
@@ -184,13 +208,22 @@ def test_another_rows_nan_stays_its_own(spoken: tuple[PreTrainedModel, list[list
 
 
 def test_warmup_leaves_every_page_alone() -> None:
-    runner = TransformersRunner(MODELS["mistral"](), max_seq=8)
+    runner = TransformersRunner(MODELS["gemma3"](), max_seq=16)
     pools = pools_for(runner, 5, 4)
     runner.attach(pools)
+    buffers = [
+        buffer
+        for pool in runner.spec.pools
+        for layer in pool.layers
+        for buffer in pools[pool.name].get_kv_buffer(layer)
+    ]
+    assert len(buffers) == 2 * 6
+    for buffer in buffers:
+        buffer[:4] = 7
     runner.warmup(max_rows=6, max_tokens=20)
-    for layer in range(3):
-        for buffer in pools["full"].get_kv_buffer(layer):
-            assert buffer[4:].isnan().all()
+    for buffer in buffers:
+        assert buffer[4:].isnan().all()
+        assert (buffer[0] != 7).all(), "it ran"
 
 
 def test_the_model_comes_back_as_it_was() -> None:
@@ -208,7 +241,7 @@ def test_the_model_comes_back_as_it_was() -> None:
 
 def test_forward_needs_storage() -> None:
     runner = TransformersRunner(MODELS["llama"]())
-    with pytest.raises(InvalidConfig, match="full"):
+    with pytest.raises(InvalidConfig, match=r"needs the pools \['full'\], got \['other'\]"):
         runner.attach({"other": pools_for(runner, 1, 1)["full"]})
     with pytest.raises(InvalidConfig, match="attach"):
         runner.forward(Pages(1, 1).batch([(Row(0), [1])], 0, [0]))
