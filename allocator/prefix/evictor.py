@@ -73,7 +73,9 @@ class Evictor:
     def take_end(self, node: Node, *, remember: bool) -> None:
         """All pages at the end of a node go that nobody uses; none when it has children."""
         if not node.children and (count := self.unused_at_end(node, node.pages)):
+            parent = node.parent
             self._cut(node, count, remember=remember)
+            self._prune(node if node.pages else parent)
 
     def take_windows(self, node: Node) -> None:
         """All window pages of a node go that nobody uses."""

@@ -3,7 +3,7 @@
 import pytest
 
 from kvloom.allocator import InvalidArgument, RadixPrefixCache
-from tests.allocator.prefix.helpers import Books, lists
+from tests.allocator.prefix.helpers import Books, ints, lists, tokens
 
 
 def test_entries_that_nobody_uses_end() -> None:
@@ -134,3 +134,14 @@ def test_a_reset_leaves_what_is_in_use() -> None:
     assert {reason for _, reason in books.cache.statistics().evicted} == {"reset"}
     books.put("eeee", after=2)  # and life goes on
     books.cache.check()
+
+
+def test_a_trunk_of_tombstones_goes_with_its_last_branch() -> None:
+    """In a pure-window tree nothing is left where no page is."""
+    books = Books(cache=RadixPrefixCache(ttl=10.0), windows={"swa": 3})
+    books.cache.tick(0.0)
+    for spelt, page in (("aaaabbbb", 1), ("aaaacccc", 2)):
+        books.drop(books.cache.insert("", 0, tokens(spelt), {"swa": ints(0, page)}).pages)
+    assert sorted(books.cache.tick(10.0)["swa"].tolist()) == [1, 2]
+    books.cache.check()
+    assert books.cache.statistics().entries == 0
