@@ -88,12 +88,9 @@ class KVMemory:
         # Pages leave while their row runs: a prompt should be published before it is trimmed.
         self.windowed = bool(self._windows)
         self._binding = step_binding_for(self.tables, page_size, self.device)
-        self._reuse = PrefixReuse(cache, self._pools, page_size, self._binding)
+        self._reuse = PrefixReuse(cache, self._pools, page_size, self._binding, watermarks)
         self._host = HostTier(self._pools, host_bytes)
         self._entry = RowEntry(self._pools, slots, self._reuse, self._host, self._binding)
-        low, high = self._watermarks = watermarks
-        if not 0 <= low <= high <= 1:
-            raise InvalidArgument(f"watermarks={watermarks} must be shares of a pool, the lower one first")
         self._needs = needs
         self._batches = BatchMaker(self.tables, self._binding, self.device, page_size, needs)
         self._claimed = False
@@ -245,7 +242,7 @@ class KVMemory:
 
     def tick(self, now: float) -> None:
         """It is `now`, in seconds: what the prefix cache has kept long enough goes, and so that some pages are free."""
-        self._reuse.tick(now, self._watermarks)
+        self._reuse.tick(now)
 
     def looked_up(self, tokens: TokenArray, match: Match) -> None:
         """Count the first look-up of a request."""

@@ -7,6 +7,7 @@ the cache's from then on and its own goes back, behind the fence of the last ste
 is a user until the last step that names it is settled.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -14,7 +15,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from kvloom.allocator.errors import BrokenInvariant
+from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
 from kvloom.allocator.memory_pool import MemoryPool
 from kvloom.allocator.pages import CACHED
 from kvloom.allocator.ports import TokenArray
@@ -26,6 +27,7 @@ from kvloom.allocator.table import RowArray
 from kvloom.allocator.tally import Tally, TallyState
 
 EVICTION_SECONDS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)  # bounds of the buckets
+TICK_SECONDS = 0.1  # between two looks at what has outlived its time: a step is shorter than that
 TokensOf = Callable[[int, int, int], TokenArray]  # of a row, from one place to another: int32
 
 
@@ -33,7 +35,12 @@ class PrefixReuse:
     """The only one that tells the prefix cache of a memory anything, and the only writer of `table.reused`."""
 
     def __init__(
-        self, cache: KeptPrefixCache, pools: Mapping[str, MemoryPool], page_size: int, binding: StepBinding
+        self,
+        cache: KeptPrefixCache,
+        pools: Mapping[str, MemoryPool],
+        page_size: int,
+        binding: StepBinding,
+        watermarks: tuple[float, float],
     ) -> None:
         cache.attach(page_size, {name: pool.spec.window for name, pool in pools.items()})
         self.cache = cache
@@ -44,6 +51,12 @@ class PrefixReuse:
         self._namespaces: dict[int, tuple[str, int]] = {}  # of each row in use, with its priority
         self._leaving: deque[tuple[int, str, PageArray]] = deque()  # (fence, pool, pages) whose user is on its way out
         self._settled = -1
+        self._cache_ticks_at = -math.inf
+        low, high = watermarks
+        if not 0 <= low <= high <= 1:
+            raise InvalidArgument(f"watermarks={watermarks} must be shares of a pool, the lower one first")
+        sizes = [(pool, pool.allocator.num_pages) for pool in pools.values()]
+        self._marks = [(pool, int(low * pages), int(high * pages)) for pool, pages in sizes]
         self._eviction_seconds = Tally(EVICTION_SECONDS)
 
     def enter(self, row: int, match: Match, priority: int = 0) -> None:
@@ -140,16 +153,15 @@ class PrefixReuse:
         self._eviction_seconds.add(perf_counter() - begin)
         return True
 
-    def tick(self, now: float, watermarks: tuple[float, float]) -> None:
+    def tick(self, now: float) -> None:
         """It is `now`: what has outlived its time goes; where less than `low` is free, the cache gives up to `high`."""
-        for pool in self._pools.values():
+        for pool, low, high in self._marks:
             pool.allocator.ledger.sampling.tick(now)
-        self._free(self.cache.tick(now))
-        low, high = watermarks
-        for pool in self._pools.values():
-            pages, free = pool.allocator.num_pages, pool.free_pages
-            if free < int(low * pages):
-                self.give_up(pool, int(high * pages) - free, "watermark")
+            if (free := pool.free_pages) < low:
+                self.give_up(pool, high - free, "watermark")
+        if now >= self._cache_ticks_at:
+            self._cache_ticks_at = now + TICK_SECONDS
+            self._free(self.cache.tick(now))
 
     def reset(self) -> None:
         """The cache gives up all that nobody uses."""

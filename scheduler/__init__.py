@@ -21,6 +21,7 @@ from kvloom.scheduler.errors import (
     SchedulerError,
     TooLong,
 )
+from kvloom.scheduler.namespaces import cache_namespace
 from kvloom.scheduler.plan import Committed, Plan, SchedulerStatistics, StepResult
 from kvloom.scheduler.request import Finished, FinishReason, Request, Timings, Usage
 from kvloom.scheduler.sampler import Sampler
@@ -65,4 +66,5 @@ __all__ = [
     "TokenStream",
     "TooLong",
     "Usage",
+    "cache_namespace",
 ]

@@ -27,5 +27,12 @@ def test_the_engine_example_runs_as_printed(tmp_path: Path) -> None:
     assert (reason, free) == ("length", "256")
 
 
+def test_the_memory_example_runs_as_printed(tmp_path: Path) -> None:
+    """The second question finds the system prompt, in whole pages."""
+    words = run(BLOCKS[1], tmp_path)
+    assert words[:3] == ["0", "of", "66"]
+    assert words[6:9] == ["64", "of", "66"]
+
+
 def test_the_allocators_example_runs_as_printed(tmp_path: Path) -> None:
-    assert run(BLOCKS[1], tmp_path) == ["1024"]
+    assert run(BLOCKS[2], tmp_path) == ["1024"]

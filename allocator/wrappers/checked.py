@@ -79,6 +79,9 @@ class CheckedAllocator(AllocatorWrapper):
     restored state, is overwritten in all layers with bytes of 0xFF: who still reads it reads NaN.  Without a storage
     there is nothing to overwrite.
 
+    A slot that is in use is refused also to whoever decodes the same position twice, which an allocator, knowing no
+    rows, would let pass.
+
     `inner` must be fresh.  Every verb waits for the device; a group's end, a state and `clear` are O(size).
     """
 
