@@ -67,8 +67,6 @@ class Engine:
         self._intake = Intake(secrets.randbits(62) if self._config.seed is None else self._config.seed)
         self._board = Board(self._take_picture, clock)
 
-    # ---- life ----
-
     async def __aenter__(self) -> Self:
         """Attach the pools, warm the runner up (in a thread), start the loop.  Raises Misuse the second time."""
         if self._entered:
@@ -146,8 +144,6 @@ class Engine:
             self._loop.give_up()
             self._after_turn()
 
-    # ---- requests ----
-
     @asynccontextmanager
     async def open(
         self,
@@ -164,6 +160,7 @@ class Engine:
 
         deadline  seconds from now after which it ends with `FinishReason.DEADLINE`
         wait      wait for a place in the queue, at most until the deadline; False: raise QueueFull
+        cache_namespace  reuse prefixes only of requests that say the same; see `kvloom.scheduler.cache_namespace`
 
         Raises a `Rejected` (InvalidRequest, DuplicateRequest, TooLong, NeverFits, QueueFull, Draining) or
         EngineFailed; nothing has been queued then.
@@ -198,10 +195,13 @@ class Engine:
         request_id: str | None = None,
         deadline: float | None = None,
         wait: bool = True,
+        cache_namespace: str = "",
     ) -> Result:
         """The whole answer.  Raises as `open` does, and what went wrong when the request ended with an error."""
         tokens: list[int] = []
-        async with self.open(prompt, params, request_id=request_id, deadline=deadline, wait=wait) as stream:
+        async with self.open(
+            prompt, params, request_id=request_id, deadline=deadline, wait=wait, cache_namespace=cache_namespace
+        ) as stream:
             async for delta in stream:
                 tokens += delta.token_ids
         final = stream.final
@@ -243,8 +243,6 @@ class Engine:
             raise EngineFailed(str(self._loop.failure)) from self._loop.failure.__cause__
         if self._state is not EngineState.RUNNING:
             raise Draining(f"the engine is {self._state}; it takes requests inside `async with engine`")
-
-    # ---- what others can see ----
 
     @property
     def state(self) -> EngineState:
