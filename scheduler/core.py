@@ -28,7 +28,7 @@ from kvloom.scheduler.door import output_limit
 from kvloom.scheduler.errors import BrokenInvariant, DuplicateRequest, InvalidConfig, PlanMisuse, QueueFull, Rejected
 from kvloom.scheduler.plan import Committed, IntArray, Plan, SchedulerStatistics, StepResult
 from kvloom.scheduler.ports import Memory
-from kvloom.scheduler.prefill import Chunk, admit_next, continue_prefills, cut, reserve
+from kvloom.scheduler.prefill import Chunk, admit, continue_prefills, cut, next_in, reserve
 from kvloom.scheduler.request import FinishReason, Move, Phase, Request, Sequence
 from kvloom.scheduler.results import checked_tokens
 from kvloom.scheduler.roster import Ended, Roster
@@ -189,11 +189,10 @@ class SchedulerCore:
         most = self._config.prefill_chunk
         chunks = continue_prefills(self._rows, budget, most)
         budget -= sum(len(chunk.tokens) for chunk in chunks)
-        if self._roster.waiting.peek() is not None:  # whoever comes may use what the others have computed so far
-            running = self._rows.order
-            self._memory.publish(running, self._rows.settled[running], self._rows.tokens_of)
-        while budget > 0:
-            admission = admit_next(self._rows, self._roster.waiting, self._memory, self._config)
+        if head := next_in(self._rows, self._roster.waiting, self._config):
+            self._roster.share(head)
+        while budget > 0 and (head := next_in(self._rows, self._roster.waiting, self._config)):
+            admission = admit(head, self._rows, self._memory)
             if admission is None:
                 break
             self._roster.enter(admission, now)

@@ -73,23 +73,28 @@ def reserve(rows: Rows, memory: Memory, chunks: list[Chunk], preempt: Callable[[
     return chunks
 
 
-def admit_next(rows: Rows, waiting: WaitingQueue, memory: Memory, config: SchedulerConfig) -> Admission | None:
-    """Row and pages for the head of the queue, or None: strictly first come, first served.
+def next_in(rows: Rows, waiting: WaitingQueue, config: SchedulerConfig) -> Sequence | None:
+    """The head of the queue, if it may enter: strictly first come, first served.  Mutates nothing.
 
-    One page per running sequence stays free, so that what enters is not at once the next to make room.  While a
-    victim is on its way out nobody enters: its pages are spoken for.  Mutates `memory` only when it succeeds.
+    While a victim is on its way out nobody enters: its pages are spoken for.
     """
-    head = waiting.peek()
-    running = rows.order
-    if head is None or len(running) >= config.max_running or rows.dooms:
-        return None
+    return None if len(rows.order) >= config.max_running or rows.dooms else waiting.peek()
+
+
+def admit(head: Sequence, rows: Rows, memory: Memory) -> Admission | None:
+    """Row and pages for the head of the queue, or None when there are none now.
+
+    One page per running sequence stays free, so that what enters is not at once the next to make room.  Mutates
+    `memory`, but no row of it unless it succeeds.
+    """
+    spare = len(rows.order)
     if head.kept is not None:
         known = head.kept.tokens
-        row = memory.restore(head.kept, len(head.tokens), len(running))
+        row = memory.restore(head.kept, len(head.tokens), spare)
     else:
         match = memory.match(head.tokens, head.request.cache_namespace)
         known = match.tokens
-        row = memory.admit(match, len(head.tokens), len(running))
+        row = memory.admit(match, len(head.tokens), spare)
         if row is not None and head.admitted_at is None:
             memory.looked_up(head.tokens, match)
     return None if row is None else Admission(head, row, known)

@@ -33,6 +33,7 @@ class Roster:
         self.counts = Counts()
         self.live: dict[str, Sequence] = {}
         self._arrivals = 0
+        self._shared_for: tuple[Sequence, int] | None = None  # who was to enter, and the departures by then
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._admissions: deque[float] = deque(maxlen=32)  # when the last ones left the queue
         self._leaving: defaultdict[str, list[int]] = defaultdict(list)  # rows to give back, by reason
@@ -72,6 +73,17 @@ class Roster:
             self._forget_ended()
             heapq.heappush(self._deadlines, (request.deadline, sequence.arrival, sequence))
         return sequence
+
+    def share(self, head: Sequence) -> None:
+        """Whoever comes may use what the others have computed so far.
+
+        Not again for one that did not fit, unless somebody has left since: pages come back then.
+        """
+        asked = (head, self.rows.departures)
+        if asked != self._shared_for:
+            self._shared_for = asked
+            running = self.rows.order
+            self._memory.publish(running, self.rows.settled[running], self.rows.tokens_of)
 
     def enter(self, admission: Admission, now: float) -> None:
         """The head of the queue takes its row."""
