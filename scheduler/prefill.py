@@ -78,7 +78,7 @@ def next_in(rows: Rows, waiting: WaitingQueue, config: SchedulerConfig) -> Seque
 
     While a victim is on its way out nobody enters: its pages are spoken for.
     """
-    return None if len(rows.order) >= config.max_running or rows.dooms else waiting.peek()
+    return None if rows.running >= config.max_running or rows.dooms else waiting.peek()
 
 
 def admit(head: Sequence, rows: Rows, memory: Memory) -> Admission | None:
@@ -87,7 +87,7 @@ def admit(head: Sequence, rows: Rows, memory: Memory) -> Admission | None:
     One page per running sequence stays free, so that what enters is not at once the next to make room.  Mutates
     `memory`, but no row of it unless it succeeds.
     """
-    spare = len(rows.order)
+    spare = rows.running
     if head.kept is not None:
         known = head.kept.tokens
         row = memory.restore(head.kept, len(head.tokens), spare)

@@ -64,6 +64,7 @@ class Rows:
         self.sequence: list[Sequence | None] = [None] * max_rows
         self.settled_step = -1  # the last step that was committed or abandoned
         self.planned_step = -1  # the last step that was planned
+        self.running = 0  # rows alive
         self.departures = 0  # sequences that have left their row, ever
         self.prefilling = 0  # rows alive whose prompt is not wholly planned
         self.dooms = 0  # rows alive that are marked
@@ -217,6 +218,7 @@ class Rows:
     def _count(self, row: int, by: int) -> None:
         """A sequence has entered its row, or leaves it."""
         self._order = None
+        self.running += by
         self.prefilling += by * int(self.scheduled[row] < self.target[row])
         self.dooms += by * int(self.doomed[row])
         self._choosing += by * int(self.chooses[row])
