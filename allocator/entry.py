@@ -56,6 +56,7 @@ class RowEntry:
     def restore(self, kept: Offloaded, length: int, spare: int) -> int | None:
         """See `KVMemory.restore`."""
         length, spare = self._checked(length, kept.tokens, spare)
+        self._host.require(kept)
         nothing = Match(0, {}, kept.namespace)
         row = self._open(nothing, length, spare, "restore")
         if row is None:
@@ -70,6 +71,15 @@ class RowEntry:
         self._host.drop(kept)
         self.restored_tokens += kept.tokens
         return row
+
+    def offload(self, row: int, length: int) -> Offloaded | None:
+        """See `KVMemory.offload`."""
+        row, length = whole("row", row), whole("length", length)
+        self._slots.require_held(np.array([row], np.int32))
+        most = min(int(pool.table.lengths[row]) for pool in self._pools.values())
+        if not 0 <= length <= most:
+            raise InvalidArgument(f"{length} tokens of row {row}, which has {most}")
+        return self._host.save(row, length, self._reuse.namespace(row))
 
     def fork(self, row: int, count: int, length: int) -> RowArray | Shortfall:
         """See `KVMemory.fork`."""
@@ -110,9 +120,9 @@ class RowEntry:
         for pool in self._pools.values():
             if len(self._pools) > 1:
                 before.append((pool, pool.table.lengths[self._slots.index_of_held(rows)]))
-            shortfall = pool.rows.reserve(rows, lengths, 0, op)
+            shortfall = pool.rows.reserve(rows, lengths, op)
             if shortfall is not None and self._reuse.give_up(pool, shortfall.need - shortfall.free):
-                shortfall = pool.rows.reserve(rows, lengths, 0, op, again=True)
+                shortfall = pool.rows.reserve(rows, lengths, op, again=True)
             if shortfall is not None:
                 for grown, old in before[:-1]:
                     grown.rows.undo(rows, old)
@@ -142,7 +152,7 @@ class RowEntry:
         return self._slots.open() if self._reuse.make_room(wanted) else None
 
     def _fill(self, pool: MemoryPool, row: int, length: int, op: str) -> None:
-        shortfall = pool.rows.reserve(np.array([row], np.int32), np.array([length], np.int32), 0, op)
+        shortfall = pool.rows.reserve(np.array([row], np.int32), np.array([length], np.int32), op)
         if shortfall is not None:
             pool.allocator.ledger.count_violation("conservation")
             raise BrokenInvariant(f"pages that were free a moment ago are gone: {shortfall}")

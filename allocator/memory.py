@@ -182,9 +182,9 @@ class KVMemory:
     def offload(self, row: int, length: int) -> Offloaded | None:
         """The KV of the first `length` tokens of a row, which no step in flight names, on its way to the host.
 
-        The row may be released at once.  None when the host has no room.
+        The row may be released at once.  None when the host has no room.  Raises DoubleFree or InvalidArgument.
         """
-        return self._host.save(row, length, self._reuse.namespace(row))
+        return self._entry.offload(row, length)
 
     def restore(self, kept: Offloaded, length: int, spare: int = 0) -> int | None:
         """A new row for `length` tokens with the KV that was offloaded, under the terms of `admit`.
@@ -210,7 +210,9 @@ class KVMemory:
         """The first `lengths[i]` tokens of each row are settled: their whole pages enter the prefix cache.
 
         `tokens_of(row, start, stop)` says what they are, int32; it is asked for pages that are new there.
+        Raises DoubleFree or InvalidArgument and changes nothing.
         """
+        self._slots.require_held(rows)
         self._reuse.publish(rows, lengths, tokens_of, self._bound_step)
 
     def trim(self, rows: RowArray, lengths: RowArray, tokens_of: TokensOf) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.errors import DoubleFree, InvalidArgument
 from kvloom.allocator.indices import whole
 from kvloom.allocator.memory_pool import MemoryPool
 from kvloom.allocator.pools import HostCopy
@@ -37,6 +37,7 @@ class HostTier:
         self.bytes_out = 0
         self.bytes_in = 0
         self._pools = pools
+        self._kept: set[Offloaded] = set()
 
     def save(self, row: int, tokens: int, namespace: str) -> Offloaded | None:
         """What a row has computed, on its way to the host; None when there is no room, or nothing worth keeping.
@@ -50,7 +51,9 @@ class HostTier:
         copies = {name: self._pools[name].storage.get_cpu_copy(some) for name, some in slots.items()}
         self.used += nbytes
         self.bytes_out += nbytes
-        return Offloaded(tokens, namespace, copies, nbytes)
+        kept = Offloaded(tokens, namespace, copies, nbytes)
+        self._kept.add(kept)
+        return kept
 
     def load(self, kept: Offloaded, row: int) -> None:
         """Into the pages that the row has by now."""
@@ -59,8 +62,15 @@ class HostTier:
             pool.storage.load_cpu_copy(copy, self._slots(pool, row, kept.tokens))
         self.bytes_in += kept.nbytes
 
+    def require(self, kept: Offloaded) -> None:
+        """Raise DoubleFree unless this is here still."""
+        if kept not in self._kept:
+            raise DoubleFree(f"the KV of {kept.tokens} tokens was taken back, or forgotten, before")
+
     def drop(self, kept: Offloaded) -> None:
-        """Nobody will ask for it any more."""
+        """Nobody will ask for it any more.  Raises DoubleFree and changes nothing."""
+        self.require(kept)
+        self._kept.remove(kept)
         self.used -= kept.nbytes
 
     def statistics(self) -> HostStatistics:

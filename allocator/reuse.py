@@ -19,7 +19,7 @@ from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
 from kvloom.allocator.memory_pool import MemoryPool
 from kvloom.allocator.pages import CACHED
 from kvloom.allocator.ports import TokenArray
-from kvloom.allocator.prefix import Evicted, KeptPrefixCache, Match, NullPrefixCache
+from kvloom.allocator.prefix import Evicted, Inserted, KeptPrefixCache, Match
 from kvloom.allocator.ring import PageArray
 from kvloom.allocator.sharing import SHARED
 from kvloom.allocator.step_binding import StepBinding
@@ -48,7 +48,8 @@ class PrefixReuse:
         self._first = next(iter(pools.values()))
         self._page_size = page_size
         self._binding = binding
-        self._namespaces: dict[int, tuple[str, int]] = {}  # of each row in use, with its priority
+        self._names: dict[int, tuple[str, int]] = {}  # namespace and priority of each row in use
+        self._silent: set[int] = set()  # rows that cannot publish any more
         self._leaving: deque[tuple[int, str, PageArray]] = deque()  # (fence, pool, pages) whose user is on its way out
         self._settled = -1
         self._cache_ticks_at = -math.inf
@@ -61,7 +62,7 @@ class PrefixReuse:
 
     def enter(self, row: int, match: Match, priority: int = 0) -> None:
         """A new row begins with the pages of a match, which has been locked for it."""
-        self._namespaces[row] = (match.namespace, priority)
+        self._names[row] = (match.namespace, priority)
         if match.tokens:
             for name, pool in self._pools.items():
                 pages = match.pages[name]
@@ -77,11 +78,11 @@ class PrefixReuse:
             for new in rows.tolist():
                 self.cache.share(name, used)
                 self._binding.changed(name, new, slice(int(table.first[new]), int(table.page_counts[new])))
-        self._namespaces |= dict.fromkeys(rows.tolist(), self._namespaces[row])
+        self._names |= dict.fromkeys(rows.tolist(), self._names[row])
 
     def namespace(self, row: int) -> str:
         """The namespace of a row in use."""
-        return self._namespaces[row][0]
+        return self._names[row][0]
 
     def lock(self, match: Match) -> None:
         """Whoever enters with this match uses its pages.  Raises InvalidArgument when it is gone."""
@@ -97,11 +98,10 @@ class PrefixReuse:
 
         Pages that the cache has already are given back once step `fence` is settled.
         """
-        if isinstance(self.cache, NullPrefixCache):
-            return
         whole = lengths // np.int32(self._page_size)
         for i in (whole > self._first.table.reused[rows]).nonzero()[0].tolist():
-            self._publish_row(int(rows[i]), int(whole[i]), tokens_of, fence)
+            if (row := int(rows[i])) not in self._silent:
+                self._publish_row(row, int(whole[i]), tokens_of, fence)
 
     def drop_users(self, rows: RowArray, fence: int) -> None:
         """Rows leave: they use no page of the cache any more, once step `fence` is settled."""
@@ -109,7 +109,8 @@ class PrefixReuse:
             for name, pool in self._pools.items():
                 table = pool.table
                 self._unlock(name, table.pages[row, table.first[row] : table.reused[row]].copy(), fence)
-            self._namespaces.pop(row, None)
+            self._names.pop(row, None)
+            self._silent.discard(row)
 
     def trim(self, pool: MemoryPool, rows: RowArray, lengths: RowArray, tokens_of: TokensOf, fence: int) -> None:
         """Rows whose settled lengths are `lengths` give back the pages of a window pool that are left of the window."""
@@ -204,30 +205,41 @@ class PrefixReuse:
                 self._pools[name].allocator.ledger.evict(pages)
 
     def _publish_row(self, row: int, upto: int, tokens_of: TokensOf, fence: int) -> None:
+        """Places up to `upto`, or as many as can be; a row that cannot do all of it does not publish any more."""
         begin = int(self._first.table.reused[row])
         offered = {name: pool.table.pages[row, begin:upto].copy() for name, pool in self._pools.items()}
         first = offered[self._first.name]  # 0 where it is left of a window
+        # Forks share pages among themselves; the cache gets what stands before.
         shared = (first > 0) & (self._first.allocator.ledger.holders_of(np.maximum(first, 1)) == SHARED)
-        if shared.any():  # forks share them among themselves; the cache gets what stands before
-            upto = begin + int(np.argmax(shared))
-            offered = {name: pages[: upto - begin] for name, pages in offered.items()}
+        count = _before(shared)
         after = int(self._first.table.pages[row, begin - 1]) if begin else 0
-        if upto == begin or (begin and not after):
-            return
-        namespace, priority = self._namespaces[row]
-        tokens = tokens_of(row, begin * self._page_size, upto * self._page_size)
-        cached = self.cache.insert(namespace, after, tokens, offered, priority)
-        for name, pool in self._pools.items():
-            pages, adopted, ledger = offered[name], cached.adopted[name], pool.allocator.ledger
-            ledger.cache(pages[adopted], row)
-            mine = pages > 0
-            twice = pages[mine & ~adopted]
-            pool.table.reused[row] = upto
-            if len(twice):
-                ledger.release(twice, row, reason="rollback", fence=fence)
-                pool.table.pages[row, begin:upto] = np.where(mine, cached.pages[name], 0)
-                self._binding.changed(name, row, slice(begin, upto))
-            self._count_idle(pool)
+        if begin and not after:  # what this would hang on has left the window
+            count = 0
+        if count:
+            namespace, priority = self._names[row]
+            tokens = tokens_of(row, begin * self._page_size, (begin + count) * self._page_size)
+            offered = {name: pages[:count] for name, pages in offered.items()}
+            cached = self.cache.insert(namespace, after, tokens, offered, priority)
+            count = _before((offered[self._first.name] > 0) & (cached.pages[self._first.name] == 0))
+            for name, pool in self._pools.items():
+                self._hand_over(row, begin, pool, offered[name][:count], cached, fence)
+        if begin + count < upto:
+            self._silent.add(row)
+
+    def _hand_over(
+        self, row: int, begin: int, pool: MemoryPool, pages: PageArray, cached: Inserted, fence: int
+    ) -> None:
+        """The cache has these positions of a row: what it adopted is its own, what it had already comes back."""
+        theirs, adopted = cached.pages[pool.name][: len(pages)], cached.adopted[pool.name][: len(pages)]
+        ledger, mine = pool.allocator.ledger, pages > 0
+        ledger.cache(pages[adopted], row)
+        twice = pages[mine & ~adopted]
+        pool.table.reused[row] = begin + len(pages)
+        if len(twice):
+            ledger.release(twice, row, reason="rollback", fence=fence)
+            pool.table.pages[row, begin : begin + len(pages)] = np.where(mine, theirs, 0)
+            self._binding.changed(pool.name, row, slice(begin, begin + len(pages)))
+        self._count_idle(pool)
 
     def _unlock(self, pool: str, pages: PageArray, fence: int) -> None:
         """The pages of one row."""
@@ -242,3 +254,8 @@ class PrefixReuse:
 
     def _count_idle(self, pool: MemoryPool) -> None:
         pool.allocator.ledger.count_idle(self.cache.evictable(pool.name))
+
+
+def _before(marks: NDArray[np.bool_]) -> int:
+    """How many stand before the first that is marked; all when none is."""
+    return int(np.argmax(marks)) if np.count_nonzero(marks) else len(marks)

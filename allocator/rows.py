@@ -64,15 +64,13 @@ class RowAllocator:
         """Pages that `tokens` tokens take."""
         return -(-tokens // self.page_size)
 
-    def reserve(
-        self, rows: RowArray, lengths: RowArray, evictable: int = 0, op: str = "decode", again: bool = False
-    ) -> Shortfall | None:
+    def reserve(self, rows: RowArray, lengths: RowArray, op: str = "decode", again: bool = False) -> Shortfall | None:
         """`grow` for those who do not ask which pages it took."""
-        pages = self.grow(rows, lengths, evictable, op, again)
+        pages = self.grow(rows, lengths, op, again)
         return pages if isinstance(pages, Shortfall) else None
 
     def grow(
-        self, rows: RowArray, lengths: RowArray, evictable: int = 0, op: str = "prefill", again: bool = False
+        self, rows: RowArray, lengths: RowArray, op: str = "prefill", again: bool = False
     ) -> PageArray | Shortfall:
         """Let each of the distinct `rows` hold at least `lengths[i]` tokens (int32); the pages taken, row after row.
 
@@ -103,7 +101,7 @@ class RowAllocator:
                 ends = np.cumsum(need)
                 first = int(np.searchsorted(ends, free, side="right"))  # who does not fit
                 upto = int(have[first] + free - (ends[first] - need[first])) * size
-                return Shortfall(self.ledger.pool, total, free, evictable, int(takers[first]), upto)
+                return Shortfall(self.ledger.pool, total, free, 0, int(takers[first]), upto)
             table.append(some, need, taken)
             pages = taken
         table.lengths[at] = np.maximum(table.lengths[at], lengths)

@@ -57,6 +57,8 @@ class Evictor:
 
     def was_split(self, front: Node, back: Node) -> None:
         """`front` is new: there is another end, with a tail window that was loose.  `back` may be left with nothing."""
+        if back in self._ages:
+            self._ages.touch(front)
         self._consider_tails(front)
         self._prune(back)
 

@@ -4,6 +4,7 @@ Time is an argument, in seconds of whatever clock the caller has; it begins at t
 pinned before counts from there.
 """
 
+import math
 from collections import OrderedDict
 from heapq import heappop, heappush
 from itertools import count
@@ -76,7 +77,12 @@ class Pins:
         self._turns = count()
 
     def add(self, match: Match, pages: int, seconds: float) -> bool:
-        """Keep `match`, of that many pages; False, nothing changed, where the budget is too small."""
+        """Keep `match`, of that many pages; False, nothing changed, where the budget is too small.
+
+        Raises InvalidArgument unless `seconds` is a time above 0.
+        """
+        if not 0 < seconds < math.inf:
+            raise InvalidArgument(f"a pin of {seconds!r} seconds; it must be above 0, and end")
         if self.pages + pages > self._budget_pages:
             return False
         self.pages += pages

@@ -29,8 +29,11 @@ class NullPrefixCache:
     def insert(
         self, namespace: str, after: int, tokens: TokenArray, pages: Mapping[str, PageArray], priority: int = 0
     ) -> Inserted:
-        """The offered pages, none of them adopted."""
-        return Inserted(pages, {pool: np.zeros(len(offered), bool) for pool, offered in pages.items()})
+        """Nothing is adopted, and nothing is there."""
+        return Inserted(
+            {pool: np.zeros(len(offered), np.int32) for pool, offered in pages.items()},
+            {pool: np.zeros(len(offered), bool) for pool, offered in pages.items()},
+        )
 
     def evict(self, pool: str, count: int, reason: str = "capacity") -> Evicted:
         """There is nothing to give up."""

@@ -15,7 +15,7 @@ MISSING = ("triton", "transformers", "safetensors", "gguf", "anyio", "structlog"
 def test_the_readmes_example(missing: tuple[str, ...], tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     blocked = f"import sys\nsys.modules.update(dict.fromkeys({missing!r}))  # importing one of these raises\n"
-    script.write_text(blocked + BLOCKS[1])
+    script.write_text(blocked + BLOCKS[2])
     done = subprocess.run(
         [sys.executable, str(script)], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.allocator import InvalidArgument, KVMemory, PoolSpec
+from kvloom.allocator import DoubleFree, InvalidArgument, KVMemory, PoolSpec
 from tests.allocator.books import ints, memory_books, memory_refuses
 from tests.allocator.memories import NOTHING
 
@@ -114,3 +114,32 @@ def test_who_cannot_come_back_now_stays_where_it_is() -> None:
         memory.restore(kept, 19)
     memory.release(others, [-1, -1], "finish")
     assert memory.restore(kept, 24) is not None
+
+
+def test_what_came_back_or_was_forgotten_is_gone() -> None:
+    memory = made(10**6, (FULL,))
+    row = grown(memory, 9)
+    kept, other = memory.offload(row, 9), memory.offload(row, 5)
+    assert kept is not None
+    assert other is not None
+    assert memory.restore(kept, 9) is not None
+    memory.forget(other)
+    with memory_refuses(memory, DoubleFree):
+        memory.restore(kept, 9)
+    for gone in (kept, other):
+        with memory_refuses(memory, DoubleFree):
+            memory.forget(gone)
+    assert memory.statistics().host.used == 0
+
+
+def test_rows_that_are_none_and_tokens_that_are_not_there() -> None:
+    memory = made(10**6, (FULL,))
+    row = grown(memory, 9)
+    with memory_refuses(memory, InvalidArgument):
+        memory.offload(row, 10)
+    with memory_refuses(memory, InvalidArgument):
+        memory.offload(99, 1)
+    with memory_refuses(memory, DoubleFree):
+        memory.offload(row + 1, 1)
+    with memory_refuses(memory, DoubleFree):
+        memory.publish(ints(row + 1), ints(4), lambda *_: ints(1, 2, 3, 4))

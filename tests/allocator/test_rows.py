@@ -59,11 +59,11 @@ class RowsMachine(RuleBasedStateMachine):
             max(0, len(range(0, length, self.page_size)) - len(self.held[row]))
             for row, length in zip(rows, lengths, strict=True)
         ]
-        result = self.rows.reserve(ints(*rows), ints(*lengths), evictable=7)
+        result = self.rows.reserve(ints(*rows), ints(*lengths))
         if sum(needs) > len(self.free):
             fits = next(n for n in range(len(rows), -1, -1) if sum(needs[:n]) <= len(self.free))
             upto = (len(self.held[rows[fits]]) + len(self.free) - sum(needs[:fits])) * self.page_size
-            assert result == Shortfall("full", sum(needs), len(self.free), 7, fits, upto)
+            assert result == Shortfall("full", sum(needs), len(self.free), 0, fits, upto)
             return
         assert result is None
         self.lengths |= {row: max(self.lengths[row], length) for row, length in zip(rows, lengths, strict=True)}
@@ -159,7 +159,7 @@ def test_misuse_changes_nothing(misuse: Callable[[RowAllocator], object], error:
 def test_a_shortage_says_how_much_and_for_how_many_and_changes_nothing() -> None:
     rows = used()
     before = all_books(rows)
-    assert rows.reserve(ints(1, 0), ints(16, 12), evictable=2) == Shortfall("full", 4, 3, 2, 1, 8)
+    assert rows.reserve(ints(1, 0), ints(16, 12), "prefill") == Shortfall("full", 4, 3, 0, 1, 8)
     assert rows.reserve(ints(0, 1), ints(24, 8)) == Shortfall("full", 5, 3, 0, 0, 20)
     after = all_books(rows)
     assert after[1:] == before[1:]

@@ -145,3 +145,25 @@ def test_a_trunk_of_tombstones_goes_with_its_last_branch() -> None:
     assert sorted(books.cache.tick(10.0)["swa"].tolist()) == [1, 2]
     books.cache.check()
     assert books.cache.statistics().entries == 0
+
+
+def test_the_front_of_a_split_grows_old_too() -> None:
+    """A row goes on from the middle of a node, and touches none of what is before."""
+    books = Books(cache=RadixPrefixCache(ttl=10.0))
+    books.cache.tick(0.0)
+    held = books.hold("aaaabbbbccccdddd").pages["full"]
+    other = books.cache.insert("", int(held[1]), tokens("eeee"), {"full": ints(99)})
+    books.drop({"full": held})
+    books.drop(other.pages)
+    assert len(books.cache.tick(10.0)["full"]) + len(books.cache.tick(20.0)["full"]) == 5
+    assert books.cache.statistics().entries == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -5.0, float("nan"), float("inf")])
+def test_a_pin_of_no_time_or_for_ever(seconds: float) -> None:
+    books = Books(cache=RadixPrefixCache(pin_budget_pages=4))
+    books.put("aaaabbbb")
+    match = books.cache.match(tokens("aaaabbbb."))
+    with pytest.raises(InvalidArgument, match="a pin of"):
+        books.cache.pin(match, seconds)
+    assert books.cache.statistics().pinned_pages == 0
