@@ -42,7 +42,7 @@ class DecodeStep:
     new_pages  int32, the page that a row enters with this token, else 0
     out_loc    int64, slots of the new tokens, after `run` or `launch`
 
-    Raises InvalidArgument for less than one row.
+    Raises InvalidArgument for less than one row, or a device that is neither the CPU nor CUDA.
     """
 
     def __init__(self, rows: RowAllocator, max_rows: int) -> None:

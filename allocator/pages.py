@@ -12,8 +12,9 @@ Only the ledger moves a page from one state to another, and it checks each move 
 given back twice, by somebody else, or that is no page at all raises and changes nothing.  All costs are O(pages
 touched); no verb walks the pool except `check`, `clear` and the merge of the released list.
 
-The fence comes from TigerBeetle's free set, where a released block is reusable once the checkpoint that may refer to
-it is durable; read "the step that names it is settled" for "durable".
+Pages of KV are PagedAttention's (Kwon et al., arXiv:2309.06180). The fence comes from TigerBeetle's free set, where a
+released block is reusable once the checkpoint that may refer to it is durable; read "the step that names it is
+settled" for "durable".
 """
 
 from collections import Counter

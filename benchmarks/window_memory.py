@@ -1,9 +1,9 @@
 """KV memory of a hybrid model: window layers in a pool of their own, against one pool for all layers.
 
-A tiny model in the manner of Gemma 3 (five of six layers look back on 512 tokens) at contexts of 8,192.  The bytes of
-a request are measured in the real engine on the real model while it generates behind its prompt: pages in use, by
-pool, times their bytes.  How many requests fit into the same bytes is counted in the real engine too, over a runner
-that computes nothing but has the same pools.
+A tiny model in the manner of Gemma 3 (five of six layers look back on 512 tokens) at contexts of 8,192. With one pool
+a request takes its tokens in each layer, by arithmetic; with two its bytes are measured in the real engine on the
+real model while it generates behind its prompt: pages in use, by pool, times their bytes. How many requests fit into
+the same bytes is counted in the real engine too, over a runner that computes nothing but has the same pools.
 
     python -m benchmarks.window_memory [--out benchmarks/results/window_memory.json]
 """
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from kvloom.allocator import KVMemory, NullPrefixCache, PoolSpec, PoolStatistics
+from kvloom.allocator import KVMemory, NullPrefixCache, PoolSpec
 from kvloom.scheduler import Engine, SamplingParams, SchedulerConfig
 from kvloom.scheduler.runners import ModelRunner, ToyRunner, TransformersRunner
 
@@ -51,11 +51,6 @@ class Poolful(ToyRunner):
         self._spec = replace(self._spec, pools=pools)
 
 
-def in_use(pool: PoolStatistics) -> int:
-    """Pages that requests hold or read."""
-    return pool.held + pool.cached - pool.evictable
-
-
 async def bytes_of_request(runner: ModelRunner, page_bytes: Mapping[str, int]) -> int:
     """Most bytes in use while one request generates."""
     memory = KVMemory.for_runner(
@@ -65,7 +60,7 @@ async def bytes_of_request(runner: ModelRunner, page_bytes: Mapping[str, int]) -
 
     def used() -> int:
         pools = memory.statistics().pools
-        return sum(in_use(pool) * page_bytes[name] for name, pool in pools.items())
+        return sum(pool.active * page_bytes[name] for name, pool in pools.items())
 
     generating = []
     params = SamplingParams(max_new_tokens=NEW)

@@ -143,7 +143,7 @@ def table(show: Show, panes: list[Pane], statistics: EngineStatistics, seconds: 
     )
     result.add_row("time to first token, median / worst", f"{first[len(first) // 2]:.2f} s / {first[-1]:.2f} s")
     for name, pool in statistics.memory.pools.items():
-        result.add_row(f"pool {name}, pages free / used / peak", f"{pool.free} / {pool.held} / {pool.peak_held}")
+        result.add_row(f"pool {name}, pages free / used / peak", f"{pool.free} / {pool.active} / {pool.peak_active}")
     result.add_row("evictions", str(sum(statistics.memory.prefix.evicted.values())))
     result.add_row("preemptions", str(scheduler.preemptions))
     return result

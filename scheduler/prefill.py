@@ -1,6 +1,7 @@
 """Which prompts are computed this step: first what is under way, then who may enter.
 
-A prompt's pages are reserved whole when it enters, so a prefill once begun never stalls half-way for pages.
+A prompt's pages are reserved whole when it enters, so a prefill once begun never stalls half-way for pages; but for
+those of window pools, which come chunk by chunk.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,12 @@
-"""RadixPrefixCache: a radix tree over whole pages."""
+"""RadixPrefixCache: a radix tree over whole pages.
+
+The idea is RadixAttention's (Zheng et al., SGLang, arXiv:2312.07104). Ours locks page by page rather than node by
+node, knows windows, and compares whole runs of tokens as memory; ghosts come from ARC (Megiddo and Modha, FAST 2003).
+
+To read it: `base` (the values and verbs), `node` and `tree` (structure), `pool_pages` (where each page is, how many
+use it), `windows` and `keys` (small helpers), `insertion`, `evictor` with `candidates` and `eviction` (policies),
+`ghosts` and `expiry`, `checks`; this file puts them together.
+"""
 
 import operator
 from collections import Counter

@@ -1,5 +1,7 @@
 """The most that any policy can hit on a trace, which somebody who knows the trace can reach: Belady's rule.
 
+L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5 (2), 1966.
+
 A request needs the pages of its whole prompt and answer at once; what else stays is chosen from what was there before.
 So a page that is found took up room in every request since its last use.  The question is which of these spans to
 grant, where each request has room for `capacity` less its own pages.  All are worth the same, one page, so where there

@@ -95,4 +95,4 @@ def test_what_a_failed_request_leaves_is_for_nobody(drive: Drive) -> None:
     driven.abandon(BOOM)
     driven.add("next", 12, max_new_tokens=1)
     driven.run()
-    assert driven.ends["next"].usage.cached_tokens <= 4, "only what a step that went well has computed"
+    assert driven.ends["next"].usage.cached_tokens == 0
