@@ -29,7 +29,8 @@ class BatchMaker:
         self._device = device
         self._page_size = page_size
         self._needs = needs
-        self._pad_slot = next(iter(tables.values())).pad_row
+        first = next(iter(tables.values()))
+        self._pad_slot, self._reused = first.pad_row, first.reused
 
     def make(self, plan: StepPlan) -> Batch:
         """See `KVMemory.bind`."""
@@ -39,6 +40,8 @@ class BatchMaker:
             raise InvalidArgument(
                 f"step {plan.step} writes row {plan.rows[i]} up to token {plan.seq_lens[i]}; {reserved[i]} are reserved"
             )
+        if np.count_nonzero(plan.prefix_lens < self._reused[plan.rows] * self._page_size):
+            raise InvalidArgument(f"step {plan.step} writes into pages that rows {plan.rows[:8].tolist()} only reuse")
         host = _host_arrays(plan)
         out, sent = self._binding.slots(host, plan.decode_rows)
         batch = Batch(

@@ -35,13 +35,14 @@ class RowEntry:
         self._host = host
         self._binding = binding
         self.restored_tokens = 0  # since start
-        first = next(iter(pools.values()))
-        self._page_size = first.rows.page_size
-        self._row_tokens_max = first.table.max_pages * self._page_size
+        self._first = next(iter(pools.values()))
+        self._page_size = self._first.rows.page_size
+        self._row_tokens_max = self._first.table.max_pages * self._page_size
 
     def admit(self, match: Match, length: int, spare: int, priority: int) -> int | None:
         """See `KVMemory.admit`."""
         length, spare = self._checked(length, match.tokens, spare)
+        priority = whole("priority", priority)
         self._reuse.lock(match)
         row = self._open(match, length, spare, "prefill")
         if row is None:
@@ -76,22 +77,17 @@ class RowEntry:
         """See `KVMemory.offload`."""
         row, length = whole("row", row), whole("length", length)
         self._slots.require_held(np.array([row], np.int32))
-        most = min(int(pool.table.lengths[row]) for pool in self._pools.values())
-        if not 0 <= length <= most:
-            raise InvalidArgument(f"{length} tokens of row {row}, which has {most}")
+        self._require_prefix(row, length)
         return self._host.save(row, length, self._reuse.namespace(row))
 
     def fork(self, row: int, count: int, length: int) -> RowArray | Shortfall:
         """See `KVMemory.fork`."""
         row, count, length = whole("row", row), whole("count", count), whole("length", length)
         self._slots.require_held(np.array([row], np.int32))
-        tables = [pool.table for pool in self._pools.values()]
-        least = max(int(max(table.first[row], table.reused[row])) for table in tables) * self._page_size
-        most = min(int(table.lengths[row]) for table in tables)
-        if count < 1 or not least <= length <= most:
-            raise InvalidArgument(
-                f"{count} new rows from {length} tokens of row {row}; at least 1 from {least} to {most}, which it has"
-            )
+        self._require_prefix(row, length)
+        reused = int(self._first.table.reused[row]) * self._page_size
+        if count < 1 or length < reused:
+            raise InvalidArgument(f"{count} new rows from {length} tokens of row {row}; at least 1 from {reused}")
         if count > self._slots.free:
             return Shortfall("rows", count, self._slots.free, 0, self._slots.free)
         rows = np.array([self._slots.open() for _ in range(count)], np.int32)
@@ -114,20 +110,30 @@ class RowEntry:
                 pool.storage.copy_slots(*map(torch.from_numpy, fork.slots(self._page_size)))
         return rows
 
-    def reserve(self, rows: RowArray, lengths: RowArray, op: str) -> Shortfall | None:
+    def reserve(self, rows: RowArray, lengths: RowArray, op: str, spare: int) -> Shortfall | None:
         """See `KVMemory.reserve`."""
         before: list[tuple[MemoryPool, RowArray]] = []
         for pool in self._pools.values():
             if len(self._pools) > 1:
                 before.append((pool, pool.table.lengths[self._slots.index_of_held(rows)]))
-            shortfall = pool.rows.reserve(rows, lengths, op)
+            shortfall = pool.rows.reserve(rows, lengths, op, spare)
             if shortfall is not None and self._reuse.give_up(pool, shortfall.need - shortfall.free):
-                shortfall = pool.rows.reserve(rows, lengths, op, again=True)
+                shortfall = pool.rows.reserve(rows, lengths, op, spare, again=True)
             if shortfall is not None:
                 for grown, old in before[:-1]:
                     grown.rows.undo(rows, old)
                 return shortfall
         return None
+
+    def _require_prefix(self, row: int, length: int) -> None:
+        """Raise InvalidArgument unless a row has all that a token behind `length` others reads."""
+        for pool in self._pools.values():
+            first = int(pool.first_in_window(np.array([length], np.int32))[0])
+            if not 0 <= length <= pool.table.lengths[row] or first < pool.table.first[row]:
+                raise InvalidArgument(
+                    f"{length} tokens of row {row}: pool {pool.name!r} has {pool.table.lengths[row]} of it, from page "
+                    f"{pool.table.first[row]} on"
+                )
 
     def _checked(self, length: int, known: int, spare: int) -> tuple[int, int]:
         length, spare = whole("length", length), whole("spare", spare)

@@ -12,10 +12,11 @@ import torch
 
 from kvloom.allocator.batch import Batch
 from kvloom.allocator.batch_maker import BatchMaker
+from kvloom.allocator.claim import Claim
 from kvloom.allocator.devices import device_of
 from kvloom.allocator.entry import RowEntry
 from kvloom.allocator.errors import InvalidArgument
-from kvloom.allocator.indices import int32s, whole
+from kvloom.allocator.indices import Ints, int32s, whole
 from kvloom.allocator.memory_pool import MemoryPool, counting_violations, violations
 from kvloom.allocator.offload import HostTier, Offloaded
 from kvloom.allocator.pools import KVCache
@@ -77,7 +78,10 @@ class KVMemory:
         self._slots = slots = RowSlots(max_rows)
         width = -(-self.max_seq // page_size)
         self._pools = {
-            spec.name: MemoryPool.make(spec, tokens[spec.name], page_size, slots, width, self.device) for spec in pools
+            spec.name: MemoryPool.make(
+                spec, tokens[spec.name], page_size, slots, width, self.device, cache.pin_budget_pages
+            )
+            for spec in pools
         }
         self.pools: dict[str, KVCache] = {name: pool.storage for name, pool in self._pools.items()}
         self.allocators = {name: pool.allocator for name, pool in self._pools.items()}
@@ -88,12 +92,12 @@ class KVMemory:
         # Pages leave while their row runs: a prompt should be published before it is trimmed.
         self.windowed = bool(self._windows)
         self._binding = step_binding_for(self.tables, page_size, self.device)
-        self._reuse = PrefixReuse(cache, self._pools, page_size, self._binding, watermarks)
         self._host = HostTier(self._pools, host_bytes)
+        self._reuse = PrefixReuse(cache, self._pools, page_size, self._binding, watermarks)
         self._entry = RowEntry(self._pools, slots, self._reuse, self._host, self._binding)
         self._needs = needs
         self._batches = BatchMaker(self.tables, self._binding, self.device, page_size, needs)
-        self._claimed = False
+        self._claim = Claim()
         self._bound_step = -1  # the last step that may name a page which was a row's when it was bound
 
     @classmethod
@@ -148,19 +152,21 @@ class KVMemory:
             missing = sorted(spec.needs - self._needs)
             raise InvalidArgument(f"the runner needs {missing}, which this memory was not made to build")
 
-    def claim(self) -> None:
-        """Belong to one engine from here on.  Raises InvalidArgument when another has it."""
-        if self._claimed:
-            raise InvalidArgument("this memory belongs to another engine, not left yet or with a step still out")
-        self._claimed = True
+    def claim(self, runner: object) -> None:
+        """Belong to one engine from here on; what another runner has computed is of no use to this one, and goes.
+
+        Raises InvalidArgument when another engine has it.
+        """
+        if self._claim.take(runner):
+            self._reuse.reset()
 
     def unclaim(self) -> None:
         """Be free for the next engine."""
-        self._claimed = False
+        self._claim.give_back()
 
-    def match(self, tokens: TokenArray, namespace: str = "") -> Match:
-        """The longest cached prefix of `tokens` (int32), in whole pages, less than all of them.  Mutates nothing."""
-        return self._reuse.cache.match(tokens, namespace)
+    def match(self, tokens: Ints, namespace: str = "") -> Match:
+        """The longest cached prefix of `tokens`, in whole pages, less than all of them.  Mutates nothing."""
+        return self._reuse.cache.match(int32s("tokens", tokens), namespace)
 
     def admit(self, match: Match, length: int, spare: int = 0, priority: int = 0) -> int | None:
         """A new row for `length` tokens that begins with the pages of `match`, if `spare` pages stay free in each pool.
@@ -197,14 +203,14 @@ class KVMemory:
         """Nobody comes back for it."""
         self._host.drop(kept)
 
-    def reserve(self, rows: RowArray, lengths: RowArray, op: str = "decode") -> Shortfall | None:
+    def reserve(self, rows: RowArray, lengths: RowArray, op: str = "decode", spare: int = 0) -> Shortfall | None:
         """Let each of the distinct `rows` hold at least `lengths[i]` tokens (int32) in every pool.  None: done.
 
         Pages that only the prefix cache has are given up for it, whether that is enough or not.  When short, no row
-        has changed.  `op`, prefill or decode, is what they are counted for.
+        has changed.  `op`, prefill or decode, is what they are counted for.  Where any are taken, `spare` stay free.
         Raises InvalidArgument or DoubleFree and changes nothing.
         """
-        return self._entry.reserve(int32s("rows", rows), int32s("lengths", lengths), op)
+        return self._entry.reserve(int32s("rows", rows), int32s("lengths", lengths), op, spare)
 
     def publish(self, rows: RowArray, lengths: RowArray, tokens_of: TokensOf) -> None:
         """The first `lengths[i]` tokens of each row are settled: their whole pages enter the prefix cache.
@@ -212,7 +218,10 @@ class KVMemory:
         `tokens_of(row, start, stop)` says what they are, int32; it is asked for pages that are new there.
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
+        rows, lengths = int32s("rows", rows), int32s("lengths", lengths)
         self._slots.require_held(rows)
+        if len(lengths) != len(rows) or any((lengths > table.lengths[rows]).any() for table in self.tables.values()):
+            raise InvalidArgument(f"rows {rows[:8].tolist()} have not reserved {lengths[:8].tolist()} tokens")
         self._reuse.publish(rows, lengths, tokens_of, self._bound_step)
 
     def trim(self, rows: RowArray, lengths: RowArray, tokens_of: TokensOf) -> None:
@@ -226,13 +235,14 @@ class KVMemory:
     def release(self, rows: Sequence[int], fences: Sequence[int], reason: str = "finish") -> None:
         """One free group: rows and their pages come back, usable again once step `fences[i]` is settled (-1: now).
 
+        `reason` "error": the cache forgets what they had there, as far as nobody uses it or goes on from it.
         Raises DoubleFree or InvalidArgument and changes nothing.
         """
-        leaving = int32s("rows", rows)
+        leaving, failed = int32s("rows", rows), reason == "error"
         for fence, some in self._slots.by_fence(leaving, fences):
-            self._reuse.drop_users(leaving[some], fence)
+            self._reuse.drop_users(leaving[some], fence, forget=failed)
             for pool in self._pools.values():
-                pool.rows.drop(leaving[some], fence, reason)
+                pool.rows.drop(leaving[some], fence, "abort" if failed else reason)
             self._slots.close(leaving[some], fence)
 
     def settle(self, step: int) -> None:
@@ -281,12 +291,6 @@ class KVMemory:
     def __str__(self) -> str:
         """Who holds what."""
         return str(self.statistics())
-
-    def holders(self) -> dict[int, int]:
-        """How many pages each row in use holds or uses, all pools together, shared ones counted for each."""
-        rows = self._slots.held_rows()
-        tables = self.tables.values()
-        return {row: sum(int(table.page_counts[row] - table.first[row]) for table in tables) for row in rows.tolist()}
 
     def check(self) -> None:
         """Raise BrokenInvariant unless the books balance: one state per page, each held page in its row's line."""

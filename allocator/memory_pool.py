@@ -32,14 +32,21 @@ class MemoryPool:
 
     @classmethod
     def make(
-        cls, spec: PoolSpec, tokens: int, page_size: int, slots: RowSlots, max_pages: int, device: torch.device
+        cls,
+        spec: PoolSpec,
+        tokens: int,
+        page_size: int,
+        slots: RowSlots,
+        max_pages: int,
+        device: torch.device,
+        pinned: int = 0,
     ) -> Self:
-        """A pool of `tokens` slots in whole pages.
+        """A pool of `tokens` slots in whole pages, of which nobody can count on `pinned` pages.
 
         Raises InvalidArgument when a window pool is too small for one row to go on.
         """
         size = tokens // page_size * page_size
-        least = min(least_window_pages(spec.window, page_size), max_pages)
+        least = pinned + min(least_window_pages(spec.window, page_size), max_pages)
         if size < least * page_size:
             raise InvalidArgument(
                 f"pool {spec.name!r}: {size // page_size} pages of {page_size}; a row needs {least}: a window of "

@@ -12,9 +12,8 @@ Only the ledger moves a page from one state to another, and it checks each move 
 given back twice, by somebody else, or that is no page at all raises and changes nothing.  All costs are O(pages
 touched); no verb walks the pool except `check`, `clear` and the merge of the released list.
 
-Pages of KV are PagedAttention's (Kwon et al., arXiv:2309.06180). The fence comes from TigerBeetle's free set, where a
-released block is reusable once the checkpoint that may refer to it is durable; read "the step that names it is
-settled" for "durable".
+Pages are PagedAttention's (Kwon et al., arXiv:2309.06180).  The fence comes from TigerBeetle's free set: a released
+block is reusable once the checkpoint that may refer to it is durable; here, once the step that names it is settled.
 """
 
 from collections import Counter
@@ -84,13 +83,15 @@ class PageLedger:
         self._checks.holders(holders, count)
         return self.take_for_rows(count, holders, op)
 
-    def take_for_rows(self, count: int, rows: Holders, op: str = "prefill", again: bool = False) -> PageArray | None:
-        """`take` for rows of a request table, which are known to be fit for holders: one for all, or one each.
+    def take_for_rows(
+        self, count: int, rows: Holders, op: str = "prefill", again: bool = False, spare: int = 0
+    ) -> PageArray | None:
+        """`take` for rows of a request table, fit for holders: one for all, or one each; `spare` pages stay free.
 
         A shortage that is still there when somebody tries `again` is not counted once more.
         """
         books = self._books
-        if count > self.free_pages:
+        if count + spare > self.free_pages:
             if not again:
                 books.failures[op] += 1
             return None

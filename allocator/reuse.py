@@ -21,7 +21,6 @@ from kvloom.allocator.pages import CACHED
 from kvloom.allocator.ports import TokenArray
 from kvloom.allocator.prefix import Evicted, Inserted, KeptPrefixCache, Match
 from kvloom.allocator.ring import PageArray
-from kvloom.allocator.sharing import SHARED
 from kvloom.allocator.step_binding import StepBinding
 from kvloom.allocator.table import RowArray
 from kvloom.allocator.tally import Tally, TallyState
@@ -49,8 +48,10 @@ class PrefixReuse:
         self._page_size = page_size
         self._binding = binding
         self._names: dict[int, tuple[str, int]] = {}  # namespace and priority of each row in use
+        self._found: dict[int, int] = {}  # how many pages each of these rows began with, computed by others
         self._silent: set[int] = set()  # rows that cannot publish any more
         self._leaving: deque[tuple[int, str, PageArray]] = deque()  # (fence, pool, pages) whose user is on its way out
+        self._doubtful: list[tuple[int, PageArray]] = []  # (fence, pages) whose KV may be wrong
         self._settled = -1
         self._cache_ticks_at = -math.inf
         low, high = watermarks
@@ -63,6 +64,7 @@ class PrefixReuse:
     def enter(self, row: int, match: Match, priority: int = 0) -> None:
         """A new row begins with the pages of a match, which has been locked for it."""
         self._names[row] = (match.namespace, priority)
+        self._found[row] = match.tokens // self._page_size
         if match.tokens:
             for name, pool in self._pools.items():
                 pages = match.pages[name]
@@ -79,6 +81,7 @@ class PrefixReuse:
                 self.cache.share(name, used)
                 self._binding.changed(name, new, slice(int(table.first[new]), int(table.page_counts[new])))
         self._names |= dict.fromkeys(rows.tolist(), self._names[row])
+        self._found |= dict.fromkeys(rows.tolist(), int(self._first.table.reused[row]))
 
     def namespace(self, row: int) -> str:
         """The namespace of a row in use."""
@@ -103,23 +106,31 @@ class PrefixReuse:
             if (row := int(rows[i])) not in self._silent:
                 self._publish_row(row, int(whole[i]), tokens_of, fence)
 
-    def drop_users(self, rows: RowArray, fence: int) -> None:
-        """Rows leave: they use no page of the cache any more, once step `fence` is settled."""
+    def drop_users(self, rows: RowArray, fence: int, *, forget: bool) -> None:
+        """Rows leave: they use no page of the cache any more, once step `fence` is settled.
+
+        `forget`: what they have published may be wrong, and goes where nobody uses it.
+        """
         for row in rows.tolist():
             for name, pool in self._pools.items():
                 table = pool.table
                 self._unlock(name, table.pages[row, table.first[row] : table.reused[row]].copy(), fence)
-            self._names.pop(row, None)
+            if forget:
+                table = self._first.table
+                self._doubtful.append((fence, table.pages[row, self._found[row] : table.reused[row]].copy()))
+            del self._names[row], self._found[row]
             self._silent.discard(row)
+        self._forget_doubtful()
 
     def trim(self, pool: MemoryPool, rows: RowArray, lengths: RowArray, tokens_of: TokensOf, fence: int) -> None:
         """Rows whose settled lengths are `lengths` give back the pages of a window pool that are left of the window."""
         table, first = pool.table, pool.first_in_window(lengths)
         if pool is self._first and np.count_nonzero(first >= table.reused[rows]):
             # What is published next hangs on the last page published, and in this pool that must not go before.
-            self.publish(rows, lengths, tokens_of, fence)
+            due = first >= table.reused[rows]
+            self.publish(rows[due], lengths[due], tokens_of, fence)
             upto = table.reused[rows]
-            keeps_up = upto == lengths // np.int32(self._page_size)  # others cannot publish, and never will
+            keeps_up = ~due | (upto == lengths // np.int32(self._page_size))  # others cannot publish, and never will
             first = np.where(keeps_up, np.minimum(first, np.maximum(upto - 1, 0)), first)
         begin, end = table.first[rows], np.minimum(first, table.reused[rows])
         for i in (end > begin).nonzero()[0].tolist():
@@ -132,6 +143,7 @@ class PrefixReuse:
         for _ in range(len(self._leaving)):
             fence, pool, pages = self._leaving.popleft()
             self._unlock(pool, pages, fence)
+        self._forget_doubtful()
 
     def make_room(self, wanted: Sequence[tuple[MemoryPool, int]]) -> bool:
         """Whether so many pages are free in each pool, some of them given up by the cache if need be.
@@ -180,7 +192,9 @@ class PrefixReuse:
             used = np.flatnonzero(users).astype(np.int32)
             if (pool.allocator.ledger.holders_of(used) != CACHED).any():
                 raise BrokenInvariant(f"pool {name!r}: rows reuse pages that are not the cache's")
-            cached = pool.allocator.statistics().cached
+            cached, listed = pool.allocator.statistics().cached, self.cache.statistics().pages.get(name, 0)
+            if cached != listed:
+                raise BrokenInvariant(f"pool {name!r}: {cached} pages are cached, the cache knows {listed}")
             if len(used) > cached - self.cache.evictable(name):
                 raise BrokenInvariant(
                     f"pool {name!r}: {len(used)} of {cached} cached pages are used; the cache would give up "
@@ -199,6 +213,13 @@ class PrefixReuse:
         users[0] = 0
         return users
 
+    def _forget_doubtful(self) -> None:
+        due = [pages for fence, pages in self._doubtful if fence <= self._settled]
+        if due:
+            self._doubtful = [(fence, pages) for fence, pages in self._doubtful if fence > self._settled]
+            for pages in due:
+                self._free(self.cache.forget(pages))
+
     def _free(self, evicted: Evicted) -> None:
         for name, pages in evicted.items():
             if len(pages):
@@ -208,10 +229,8 @@ class PrefixReuse:
         """Places up to `upto`, or as many as can be; a row that cannot do all of it does not publish any more."""
         begin = int(self._first.table.reused[row])
         offered = {name: pool.table.pages[row, begin:upto].copy() for name, pool in self._pools.items()}
-        first = offered[self._first.name]  # 0 where it is left of a window
         # Forks share pages among themselves; the cache gets what stands before.
-        shared = (first > 0) & (self._first.allocator.ledger.holders_of(np.maximum(first, 1)) == SHARED)
-        count = _before(shared)
+        count = min(_before(pool.rows.shared(row, offered[name])) for name, pool in self._pools.items())
         after = int(self._first.table.pages[row, begin - 1]) if begin else 0
         if begin and not after:  # what this would hang on has left the window
             count = 0

@@ -64,17 +64,20 @@ class RowAllocator:
         """Pages that `tokens` tokens take."""
         return -(-tokens // self.page_size)
 
-    def reserve(self, rows: RowArray, lengths: RowArray, op: str = "decode", again: bool = False) -> Shortfall | None:
+    def reserve(
+        self, rows: RowArray, lengths: RowArray, op: str = "decode", spare: int = 0, again: bool = False
+    ) -> Shortfall | None:
         """`grow` for those who do not ask which pages it took."""
-        pages = self.grow(rows, lengths, op, again)
+        pages = self.grow(rows, lengths, op, spare, again)
         return pages if isinstance(pages, Shortfall) else None
 
     def grow(
-        self, rows: RowArray, lengths: RowArray, op: str = "prefill", again: bool = False
+        self, rows: RowArray, lengths: RowArray, op: str = "prefill", spare: int = 0, again: bool = False
     ) -> PageArray | Shortfall:
         """Let each of the distinct `rows` hold at least `lengths[i]` tokens (int32); the pages taken, row after row.
 
-        `op` is what they are for; a shortage that is there `again` is not counted once more.
+        `op` is what they are for, and if any are taken, `spare` must stay free; a shortage that is there `again` is not
+        counted once more.
         When short nothing has changed.  A row that holds more stays as it is.  Raises InvalidArgument when a row would
         outgrow the table, or is none; DoubleFree when one is not in use, or named twice.
         """
@@ -94,9 +97,9 @@ class RowAllocator:
             if len(takers) < len(rows):
                 some, have, wanted = rows[takers], counts[takers], lengths[takers]
             need = page_count(wanted, size) - have
-            free, total = self.ledger.free_pages, int(np.add.reduce(need))
+            free, total = max(self.ledger.free_pages - spare, 0), int(np.add.reduce(need))
             holders = int(some[0]) if len(some) == 1 else np.repeat(some, need)
-            taken = self.ledger.take_for_rows(total, holders, op, again)
+            taken = self.ledger.take_for_rows(total, holders, op, again, spare)
             if taken is None:
                 ends = np.cumsum(need)
                 first = int(np.searchsorted(ends, free, side="right"))  # who does not fit
@@ -230,6 +233,15 @@ class RowAllocator:
             table.append(rows, np.ones(count, np.int32), targets)
         table.lengths[rows] = length
         return Fork(rows, int(table.pages[row, full]) if tokens else 0, targets, tokens)
+
+    def shared(self, row: int, pages: PageArray) -> NDArray[np.bool_]:
+        """Which of the pages (0: none) in the line of `row` others use too; what only it uses is its own again."""
+        shared = np.zeros(len(pages), np.bool_)
+        if self.shares.pages:
+            users = self.shares.users(pages)
+            self.shares.take_over(pages[users == 1], row)
+            shared = users > 1
+        return shared
 
     def check(self) -> None:
         """Raise BrokenInvariant unless ledger and table agree: each page in a row's line is held by that row.

@@ -42,6 +42,12 @@ class PageShares:
         self._fence[left] = -1
         return {int(last): left[fences == last] for last in np.unique(fences)}
 
+    def take_over(self, pages: PageArray, row: int) -> None:
+        """These pages, which nobody but `row` uses any more, are its own again."""
+        self._ledger.hand_over(pages, SHARED, row)
+        self._users[pages] = 0
+        self.pages -= len(pages)
+
     def users(self, pages: PageArray) -> RowArray:
         """How many rows use each page, 0 where it is not shared."""
         return self._users[pages]

@@ -123,7 +123,7 @@ class SchedulerCore:
         self._memory.tick(now)
         decode = grow(rows, self._memory, budget, lambda row: self._roster.preempt(row, now))
         departures = rows.departures
-        chunks = self._prefill(budget - len(decode), now)
+        chunks = self._prefill(budget - len(decode), len(decode), now)
         if departures != rows.departures:  # somebody has made room for a chunk
             decode = decode[rows.alive[decode]]
         if not len(decode) and not chunks:
@@ -184,21 +184,22 @@ class SchedulerCore:
         """Counts since start and the state now."""
         return self._roster.statistics(steps_in_flight=len(self._plans))
 
-    def _prefill(self, budget: int, now: float) -> list[Chunk]:
-        """Chunks under way, then new sequences from the queue, within `budget` tokens."""
-        most = self._config.prefill_chunk
+    def _prefill(self, budget: int, decoding: int, now: float) -> list[Chunk]:
+        """Chunks under way, then new sequences from the queue, within `budget` tokens, beside rows that decode."""
+        most, waiting = self._config.prefill_chunk, self._roster.waiting
         chunks = continue_prefills(self._rows, budget, most)
         budget -= sum(len(chunk.tokens) for chunk in chunks)
-        if head := next_in(self._rows, self._roster.waiting, self._config):
+        if head := next_in(self._rows, waiting, self._config, self._roster.ended):
             self._roster.share(head)
-        while budget > 0 and (head := next_in(self._rows, self._roster.waiting, self._config)):
+        while budget > 0 and (head := next_in(self._rows, waiting, self._config, self._roster.ended)):
             admission = admit(head, self._rows, self._memory)
             if admission is None:
                 break
             self._roster.enter(admission, now)
             chunks.append(cut(self._rows, admission.row, min(most, budget)))
             budget -= len(chunks[-1].tokens)
-        chunks = reserve(self._rows, self._memory, chunks, lambda row: self._roster.preempt(row, now))
+        spare = decoding * self._config.steps_in_flight_max  # a page each for the steps until their windows move on
+        chunks = reserve(self._rows, self._memory, chunks, spare, lambda row: self._roster.preempt(row, now))
         for chunk in chunks:
             self._counts.prefilled(self._rows.at(chunk.row), chunk.start, chunk.start + len(chunk.tokens))
         return chunks

@@ -22,6 +22,15 @@ class Counts:
         self.steps: Counter[str] = Counter()
         self.failed_steps = 0
 
+    def reused(self, sequence: Sequence, known: int) -> None:
+        """A sequence enters with the KV of `known` tokens; those of its prompt are counted when nobody had them before.
+
+        Mutates `sequence.prefilled`.
+        """
+        known = min(known, len(sequence.request.prompt))
+        self.prompt_cached += max(0, known - sequence.prefilled)
+        sequence.prefilled = max(sequence.prefilled, known)
+
     def prefilled(self, sequence: Sequence, start: int, stop: int) -> None:
         """Tokens `start` to `stop` of a sequence were planned; those planned before, and outputs, are work done twice.
 

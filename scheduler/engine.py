@@ -71,7 +71,7 @@ class Engine:
         """Attach the pools, warm the runner up (in a thread), start the loop.  Raises Misuse the second time."""
         if self._entered:
             raise Misuse("an engine is entered once; make a new one, with a runner of its own")
-        self._memory.claim()
+        self._memory.claim(self._runner)
         self._entered = True
         self._board = Board(self._take_picture, self._clock)  # this thread's from here on
         runner, config = self._runner, self._config

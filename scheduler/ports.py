@@ -45,8 +45,11 @@ class RowMemory(Protocol):
     def admit(self, match: Match, length: int, spare: int) -> int | None:
         """Take a row for `length` tokens that begins with `match`, if `spare` pages stay free.  None: not now."""
 
-    def reserve(self, rows: IntArray, lengths: IntArray, op: str = "decode") -> Shortfall | None:
-        """Let each row hold `lengths` tokens (never fewer than now), for a "prefill" or a "decode".  None: done."""
+    def reserve(self, rows: IntArray, lengths: IntArray, op: str = "decode", spare: int = 0) -> Shortfall | None:
+        """Let each row hold `lengths` tokens (never fewer than now), for a "prefill" or a "decode".  None: done.
+
+        If any pages are needed, `spare` more must stay free in their pool.
+        """
 
     def release(self, rows: SequenceOf[int], fences: SequenceOf[int], reason: str) -> None:
         """One free group: give back rows and their pages, each usable again once step `fences[i]` is settled."""

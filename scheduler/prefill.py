@@ -52,34 +52,39 @@ def cut(rows: Rows, row: int, most: int) -> Chunk:
     return Chunk(row, start, rows.at(row).tokens[start:stop], stop == target)
 
 
-def reserve(rows: Rows, memory: Memory, chunks: list[Chunk], preempt: Callable[[int], None]) -> list[Chunk]:
+def reserve(rows: Rows, memory: Memory, chunks: list[Chunk], spare: int, preempt: Callable[[int], None]) -> list[Chunk]:
     """Pages for the chunks, oldest first; returns those that got them, the last one perhaps shortened.
 
-    Only in window pools there is something to reserve: in the others a prompt has all its pages from the start.  When
-    not even the first can go on, the youngest makes room, as in a decode step.
+    Only in window pools there is something to reserve: in the others a prompt has all its pages from the start.
+    `spare` pages stay free for those who decode.  When not even the first can go on, and nobody decodes, the youngest
+    makes room, as in a decode step.
     Mutates `memory`, marks at most one victim in `rows.doomed`, and calls `preempt(row)` for victims not in flight.
     """
     while chunks:
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
         named = np.array([chunk.row for chunk in chunks], np.int32)
-        shortfall = memory.reserve(named, np.array(ends, np.int32), "prefill")
+        shortfall = memory.reserve(named, np.array(ends, np.int32), "prefill", spare)
         if shortfall is None:
             break
         short = chunks[shortfall.fits]
         chunks = chunks[: shortfall.fits]
         if shortfall.upto > short.start:
             chunks.append(short._replace(tokens=short.tokens[: shortfall.upto - short.start], last=False))
-        elif not chunks:
+        elif not chunks and not spare:
             chunks = [short] if make_room(rows, preempt, short.row) else []
     return chunks
 
 
-def next_in(rows: Rows, waiting: WaitingQueue, config: SchedulerConfig) -> Sequence | None:
+def next_in(rows: Rows, waiting: WaitingQueue, config: SchedulerConfig, ended: int) -> Sequence | None:
     """The head of the queue, if it may enter: strictly first come, first served.  Mutates nothing.
 
-    While a victim is on its way out nobody enters: its pages are spoken for.
+    While a victim is on its way out nobody enters: its pages are spoken for.  Who was preempted comes back once a
+    request has ended since (`ended` have so far) or nobody runs; else the same need would throw it out again.
     """
-    return None if rows.running >= config.max_running or rows.dooms else waiting.peek()
+    head = waiting.peek()
+    if head is None or rows.running >= config.max_running or rows.dooms:
+        return None
+    return None if rows.running and ended <= head.ended_before else head
 
 
 def admit(head: Sequence, rows: Rows, memory: Memory) -> Admission | None:

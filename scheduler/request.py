@@ -131,8 +131,9 @@ class Sequence:
     sink           the caller's own handle, carried along so that delivery needs no look-up
     row            its line in the table while it runs, else -1
     tokens         int32: what prefill computes, the prompt and the outputs from before a preemption
-    prefilled      prompt tokens planned at least once; what is planned below that is work done twice
+    prefilled      prompt tokens planned or reused at least once; what is planned below that is work done twice
     kept           the memory's own value for its KV on the host, until it comes back
+    ended_before   requests that had ended when it was preempted last, -1 if it never was
     computed       tokens that had their KV when it was preempted last, until it comes back
     """
 
@@ -147,6 +148,7 @@ class Sequence:
     row: int = -1
     prefilled: int = 0
     computed: int = 0
+    ended_before: int = -1
     kept: Any = None
     cached_tokens: int = 0
     preemptions: int = 0

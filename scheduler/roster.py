@@ -32,6 +32,7 @@ class Roster:
         self.waiting = WaitingQueue()
         self.counts = Counts()
         self.live: dict[str, Sequence] = {}
+        self.ended = 0  # requests, ever
         self._arrivals = 0
         self._shared_for: tuple[Sequence, int] | None = None  # who was to enter, and the departures by then
         self._deadlines: list[tuple[float, int, Sequence]] = []
@@ -93,7 +94,7 @@ class Roster:
         if sequence.admitted_at is None:
             sequence.admitted_at = now
             sequence.cached_tokens = known
-            self.counts.prompt_cached += known
+        self.counts.reused(sequence, known)
         self.counts.wasted["preempted"] += max(0, sequence.computed - known)
         sequence.computed, sequence.kept = 0, None
         sequence.queue_seconds += now - sequence.queued_at
@@ -106,6 +107,7 @@ class Roster:
         rows, sequence = self.rows, self.rows.at(row)
         self.move(sequence, Move.PREEMPT)
         self.counts.preemptions += 1
+        sequence.ended_before = self.ended
         self._publish(row)
         sequence.computed = int(rows.settled[row])
         sequence.kept = self._memory.offload(row, sequence.computed)
@@ -125,7 +127,8 @@ class Roster:
             if reason is not FinishReason.ERROR:  # what a failed step left behind is for nobody
                 self._publish(sequence.row)
             outputs = len(self.rows.leave(sequence.row, aborted=not wanted))
-            self._leaving["finish" if wanted else "abort"].append(sequence.row)
+            how = "finish" if wanted else "error" if reason is FinishReason.ERROR else "abort"
+            self._leaving[how].append(sequence.row)
             sequence.row = -1
         else:
             outputs = len(sequence.tokens) - len(sequence.request.prompt)
@@ -135,6 +138,7 @@ class Roster:
                 self._memory.forget(sequence.kept)
             self.waiting.remove(sequence)
         del self.live[sequence.request.id]
+        self.ended += 1
         self.counts.finished[reason] += 1
         usage = Usage(len(sequence.request.prompt), outputs, sequence.cached_tokens, sequence.preemptions)
         timings = Timings(

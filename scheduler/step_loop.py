@@ -57,7 +57,7 @@ class EngineMemory(Memory, Protocol):
     def require(self, spec: Any) -> None:
         """Raise unless a runner of this spec can work with this memory."""
 
-    def claim(self) -> None:
+    def claim(self, runner: object) -> None:
         """Belong to one engine.  Raises when another has it."""
 
     def unclaim(self) -> None:

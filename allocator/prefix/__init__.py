@@ -1,4 +1,9 @@
-"""Prefix caches: what to keep of requests that are gone."""
+"""Prefix caches: what to keep of requests that are gone.
+
+To read it: `base` (the values and verbs), `node` and `tree` (structure), `pool_pages` (where each page is, how many
+use it), `windows` and `keys` (small helpers), `insertion`, `evictor` with `candidates` and `eviction` (policies),
+`ghosts` and `expiry`, `checks`; `radix` puts them together.
+"""
 
 from kvloom.allocator.prefix.base import Evicted, Inserted, KeptPrefixCache, Match, PrefixCache
 from kvloom.allocator.prefix.eviction import EvictionPolicy, NodeView

@@ -90,6 +90,9 @@ class KeptPrefixCache(PrefixCache, Protocol):
         Raises InvalidArgument.
         """
 
+    def forget(self, pages: PageArray) -> Evicted:
+        """Of these pages of the first pool, a path in order, those at the end go that nobody uses or goes on from."""
+
     def reset(self) -> Evicted:
         """All pages that nobody uses go."""
 

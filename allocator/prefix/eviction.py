@@ -80,8 +80,10 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 
 
 def policy_of(policy: EvictionPolicy | str) -> EvictionPolicy:
-    """The policy itself, or the one of that name.  Raises InvalidArgument for a name that is none."""
+    """The policy itself, or the one of that name.  Raises InvalidArgument for what is neither."""
     if not isinstance(policy, str):
+        if not callable(getattr(policy, "key", None)):
+            raise InvalidArgument(f"{policy!r} is no eviction policy: it has no key(node)")
         return policy
     if policy not in POLICIES:
         raise InvalidArgument(f"no eviction policy {policy!r}; there are {', '.join(POLICIES)}")

@@ -79,6 +79,13 @@ class Evictor:
             self._cut(node, count, remember=remember)
             self._prune(node if node.pages else parent)
 
+    def take_last(self, node: Node, page: int) -> None:
+        """The last page of a leaf goes if it is this one of the first pool, and nobody uses it."""
+        if node.pages and node.ids[0, node.pages - 1] == page and self.can_lose_last(node):
+            parent = node.parent
+            self._cut(node, 1, remember=False)
+            self._prune(node if node.pages else parent)
+
     def take_windows(self, node: Node) -> None:
         """All window pages of a node go that nobody uses."""
         for p in self._tree.window_pools:

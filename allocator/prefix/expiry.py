@@ -15,7 +15,7 @@ from kvloom.allocator.prefix.node import Node
 
 
 class Timeline:
-    """Seconds since the first tick; never goes back."""
+    """Seconds since the first tick; never goes back, and goes on when somebody comes with a clock that is behind."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,8 +23,8 @@ class Timeline:
 
     def advance(self, now: float) -> None:
         """It is `now`."""
-        if self._origin is None:
-            self._origin = now
+        if self._origin is None or now < self._origin + self.now:  # the first, or another clock: time goes on from here
+            self._origin = now - self.now
         self.now = max(self.now, now - self._origin)
 
 

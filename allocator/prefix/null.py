@@ -50,6 +50,10 @@ class NullPrefixCache:
     def share(self, pool: str, pages: PageArray) -> None:
         """It has no pages."""
 
+    def forget(self, pages: PageArray) -> Evicted:
+        """It has no pages."""
+        return {}
+
     def reset(self) -> Evicted:
         """There is nothing to give up."""
         return {}

@@ -2,10 +2,6 @@
 
 The idea is RadixAttention's (Zheng et al., SGLang, arXiv:2312.07104). Ours locks page by page rather than node by
 node, knows windows, and compares whole runs of tokens as memory; ghosts come from ARC (Megiddo and Modha, FAST 2003).
-
-To read it: `base` (the values and verbs), `node` and `tree` (structure), `pool_pages` (where each page is, how many
-use it), `windows` and `keys` (small helpers), `insertion`, `evictor` with `candidates` and `eviction` (policies),
-`ghosts` and `expiry`, `checks`; this file puts them together.
 """
 
 import operator
@@ -124,6 +120,7 @@ class RadixPrefixCache:
         InvalidArgument, and changes nothing: `after` is not cached in this namespace, lengths do not agree, a page is
         none, named twice, cached already, or missing in a full pool.
         """
+        priority = operator.index(priority)
         node, index = self._tree.place_after(namespace, operator.index(after))
         data, offered = self._offer(tokens, pages, 0 if node is None else node.start + index)
         node = node or self._tree.root_of(namespace)
@@ -155,6 +152,13 @@ class RadixPrefixCache:
     def evictable(self, pool: str) -> int:
         """Pages of `pool` in the tree without a user; O(1)."""
         return self._tree.pools[self._pool(pool)].idle
+
+    def forget(self, pages: PageArray) -> Evicted:
+        """Of these pages of the first pool, a path, those at the end go that nobody uses or goes on from ("manual")."""
+        for page in int32_row("pages", pages)[::-1].tolist():
+            if self._tree.pools[0].in_tree(page):
+                self._evictor.take_last(self._tree.node_of(0, page), page)
+        return self._hand_over("manual")
 
     def reset(self) -> Evicted:
         """All pages without a user go, and all ghosts; O(tree)."""

@@ -86,7 +86,7 @@ def test_a_failed_step_leaves_the_next_one_to_others(drive: Drive) -> None:
     driven.add("b", 4, max_new_tokens=2)
     driven.must_plan()
     driven.abandon(BOOM)
-    assert driven.memory.given_back == [([driven.out[0].rows[0]], [1], "abort")]
+    assert driven.memory.given_back == [([driven.out[0].rows[0]], [1], "error")]
     driven.commit()
     assert driven.said == {"b": [7]}
     driven.run()

@@ -69,7 +69,7 @@ class Breaking(KVMemory):
         self._break("bind")
         return super().bind(plan)
 
-    def reserve(self, rows: Any, lengths: Any, op: str = "decode") -> Any:
+    def reserve(self, rows: Any, lengths: Any, op: str = "decode", spare: int = 0) -> Any:
         self._break("reserve")
         return super().reserve(rows, lengths, op)
 

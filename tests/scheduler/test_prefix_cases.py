@@ -3,14 +3,15 @@
 The runner looks at every slot that a row reads, so that a wrong hit, or a page that went too early, raises there.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
 
-from kvloom.allocator import InvalidArgument, KVMemory
+from kvloom.allocator import InvalidArgument, KeptPrefixCache, KVMemory, NullPrefixCache, RadixPrefixCache
 from kvloom.scheduler import FinishReason, Request, SamplingParams, SchedulerConfig, SchedulerCore, StepResult
 from kvloom.scheduler.config import ModelLimits
 from kvloom.scheduler.errors import RunnerFailed
@@ -24,11 +25,20 @@ PAGE = 4
 class House:
     """A core that runs one step after the other; `ended` by request id."""
 
-    def __init__(self, pages: dict[str, int], window: int = 0, page_size: int = PAGE, **config: int) -> None:
+    def __init__(
+        self,
+        pages: dict[str, int],
+        window: int = 0,
+        page_size: int = PAGE,
+        prefix_cache: KeptPrefixCache | None = None,
+        **config: int,
+    ) -> None:
         swa = replace(SHADOW_POOL, name="swa", layers=(1,), window=window or None)
         self.runner = ShadowRunner(pools=(SHADOW_POOL, swa) if window else (SHADOW_POOL,))
         tokens = {name: number * page_size for name, number in pages.items()}
-        self.memory = KVMemory.for_runner(self.runner, capacity_tokens=tokens, page_size=page_size, max_rows=16)
+        self.memory = KVMemory.for_runner(
+            self.runner, capacity_tokens=tokens, page_size=page_size, max_rows=16, prefix_cache=prefix_cache
+        )
         self.runner.attach(self.memory.pools)
         settings = SchedulerConfig(**{"max_running": 8, "max_batch_tokens": 64, "prefill_chunk": 64, **config})
         self.core = SchedulerCore(self.memory, settings, ModelLimits(97, 1000))
@@ -199,3 +209,74 @@ def test_b39_a_failed_prefill_leaves_no_lock_behind() -> None:
     pool = house.memory.statistics().pools["full"]
     assert (pool.free + pool.evictable) * PAGE == 24
     assert house.run([*cached, 1, 2, 3, 4], 2).usage.cached_tokens == 12
+
+
+def test_what_a_failed_request_has_published_goes() -> None:
+    """Its KV may be wrong from some chunk on; what it had found is others', and stays."""
+    house = House({"full": 32, "swa": 16}, window=8, prefill_chunk=8)
+    known = talk(1, 12)
+    house.run(known, 1)
+    failing = [*known, *talk(3, 20)]
+    name = house.add(failing, 4)
+    house.step()
+    house.step()  # in a memory with windows, a chunk is published as soon as it is settled
+    house.step(fails=True)
+    assert house.ended[name].reason is FinishReason.ERROR
+    assert house.run(failing, 4).usage.cached_tokens == 12
+
+
+def test_pins_cannot_take_what_a_row_needs_of_a_window_pool() -> None:
+    cache = RadixPrefixCache(pin_budget_pages=10)
+    with pytest.raises(InvalidArgument, match="a row needs"):
+        House({"full": 100, "swa": 13}, window=8, prefix_cache=cache)
+    house = House({"full": 100, "swa": 14}, window=8, prefix_cache=RadixPrefixCache(pin_budget_pages=10))
+    pinned = 0
+    for i in range(8):
+        prompt = talk(i, 9)
+        house.run(prompt, 1)
+        pinned += house.memory.prefix_cache.pin(house.memory.match(prompt), 1e6)
+    assert 0 < pinned < 8
+
+
+@pytest.mark.parametrize("prefix_cache", [NullPrefixCache, RadixPrefixCache])
+def test_b22_in_a_window_pool_nobody_is_thrown_out_for_ever(prefix_cache: Callable[[], KeptPrefixCache]) -> None:
+    """Two steps in flight: the pages of a step are taken before those of the one before have come back."""
+    window = replace(SHADOW_POOL, name="swa", window=1)
+    memory = KVMemory((window,), capacity_tokens=6, page_size=1, max_rows=8, max_seq=400, prefix_cache=prefix_cache())
+    settings = SchedulerConfig(max_running=4, max_batch_tokens=64, prefill_chunk=64, steps_in_flight_max=2)
+    core = SchedulerCore(memory, settings, ModelLimits(97, 400))
+    for i in range(3):
+        prompt = np.array(talk(i, 8), np.int32)
+        core.add(Request(id=str(i), prompt=prompt, params=SamplingParams(max_new_tokens=60)), 0.0)
+    out: deque[Plan] = deque()
+    finished: list[tuple[object, Finished]] = []
+    for _ in range(2_000):
+        if (plan := core.plan(0.0)) is not None:
+            memory.bind(plan)
+            out.append(plan)
+        if out and (plan is None or len(out) == 2):
+            done = out.popleft()
+            tokens = np.full(len(done.sample_rows), 5)
+            finished += core.commit(done.step, StepResult(tokens), 0.0).finished
+        if not core.has_work:
+            break
+    assert len(finished) == 3
+    assert max(one.usage.preemptions for _, one in finished) <= 3
+
+
+def test_tokens_by_source_add_up_when_prompts_are_preempted_half_way() -> None:
+    house = House({"full": 33}, max_batch_tokens=4, prefill_chunk=2, max_running=4)
+    names = [house.add(talk(1, 64), 2), house.add(talk(1, 64), 2), house.add([*talk(1, 32), *talk(2, 20)], 20)]
+    house.run_until(*names)
+    now = house.core.statistics()
+    assert now.prompt_tokens_computed + now.prompt_tokens_cached == 64 + 64 + 52
+
+
+def test_b34_a_row_never_writes_into_pages_that_it_only_reuses() -> None:
+    house = House({"full": 64})
+    house.run(talk(1, 12), 1)
+    house.add([*talk(1, 12), 3, 4], 2)
+    plan = house.core.plan(0.0)
+    assert plan is not None
+    with pytest.raises(InvalidArgument, match="only reuse"):
+        house.memory.bind(plan._replace(prefix_lens=plan.prefix_lens - 4, q_lens=plan.q_lens + 4))

@@ -19,10 +19,12 @@ def windowed(window: int) -> PoolSpec:
 KINDS: dict[str, tuple[PoolSpec, ...]] = {"full": (SHADOW_POOL,)}
 KINDS |= {f"full and a window of {window}": (SHADOW_POOL, windowed(window)) for window in (1, 3, 8, 40)}
 KINDS |= {f"a window of {window} alone": (windowed(window),) for window in (1, 8, 17)}
+KINDS["a window of 5 and full"] = (windowed(5), SHADOW_POOL)
+KINDS["two windows and full"] = (windowed(3), replace(SHADOW_POOL, name="wide", layers=(2,), window=20), SHADOW_POOL)
 HOST_BYTES = (0, 400, 2**20)  # computed again; room for a few; room for all
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_histories_break_no_rule(kind: str, block: int) -> None:
     """25 seeds, depth 1 and 2 in turn: 1,000 histories in all."""
