@@ -229,12 +229,13 @@ def test_pins_cannot_take_what_a_row_needs_of_a_window_pool() -> None:
     cache = RadixPrefixCache(pin_budget_pages=10)
     with pytest.raises(InvalidArgument, match="a row needs"):
         House({"full": 100, "swa": 13}, window=8, prefix_cache=cache)
-    house = House({"full": 100, "swa": 14}, window=8, prefix_cache=RadixPrefixCache(pin_budget_pages=10))
+    cache = RadixPrefixCache(pin_budget_pages=10)
+    house = House({"full": 100, "swa": 14}, window=8, prefix_cache=cache)
     pinned = 0
     for i in range(8):
         prompt = talk(i, 9)
         house.run(prompt, 1)
-        pinned += house.memory.prefix_cache.pin(house.memory.match(prompt), 1e6)
+        pinned += cache.pin(house.memory.match(prompt), 1e6)
     assert 0 < pinned < 8
 
 

@@ -70,7 +70,7 @@ def test_histories_reach_what_they_are_for() -> None:
         wasted |= {reason for reason, count in scheduler.wasted_tokens.items() if count}
         finished |= {str(reason) for reason in scheduler.finished}
     assert seen["read"] > 5_000
-    least = {"preemptions": 30, "failed_steps": 20, "cached": 100, "duplicates": 50, "evicted": 200, "trimmed": 50}
+    least = {"preemptions": 20, "failed_steps": 20, "cached": 50, "duplicates": 50, "evicted": 200, "trimmed": 50}
     assert all(seen[name] > count for name, count in {**least, "back": 1000}.items()), seen
     assert wasted == {"preempted", "aborted", "overshoot"}
     assert finished >= {"stop", "length", "abort", "error", "deadline"}
