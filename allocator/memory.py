@@ -15,6 +15,7 @@ from kvloom.allocator.batch_maker import BatchMaker
 from kvloom.allocator.devices import device_of
 from kvloom.allocator.entry import RowEntry
 from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.host_prefixes import HostPrefixes
 from kvloom.allocator.indices import int32s, whole
 from kvloom.allocator.memory_pool import MemoryPool, counting_violations, violations
 from kvloom.allocator.offload import HostTier, Offloaded
@@ -44,6 +45,7 @@ class KVMemory:
     prefix_cache     None: a RadixPrefixCache of its own
     lengths          tokens of typical requests, at their end
     host_bytes       host memory for the KV of preempted rows; 0: they are computed again
+    host_prefix_bytes  and for what the prefix cache gives up; not with window pools, of which it has only parts
     watermarks       where less than the first share of a pool is free, the prefix cache gives up pages until the second
                      is; 0 to 1 both
 
@@ -63,6 +65,7 @@ class KVMemory:
         prefix_cache: KeptPrefixCache | None = None,
         lengths: Sequence[int] = (),
         host_bytes: int = 0,
+        host_prefix_bytes: int = 0,
         watermarks: tuple[float, float] = WATERMARKS,
     ) -> None:
         page_size = whole("page_size", page_size)
@@ -88,8 +91,8 @@ class KVMemory:
         # Pages leave while their row runs: a prompt should be published before it is trimmed.
         self.windowed = bool(self._windows)
         self._binding = step_binding_for(self.tables, page_size, self.device)
-        self._reuse = PrefixReuse(cache, self._pools, page_size, self._binding, watermarks)
-        self._host = HostTier(self._pools, host_bytes)
+        self._host = HostTier(self._pools, host_bytes, HostPrefixes(self._pools, cache, host_prefix_bytes))
+        self._reuse = PrefixReuse(cache, self._pools, page_size, self._binding, watermarks, self._host.prefixes)
         self._entry = RowEntry(self._pools, slots, self._reuse, self._host, self._binding)
         self._needs = needs
         self._batches = BatchMaker(self.tables, self._binding, self.device, page_size, needs)
@@ -109,6 +112,7 @@ class KVMemory:
         prefix_cache: KeptPrefixCache | None = None,
         lengths: Sequence[int] = (),
         host_bytes: int = 0,
+        host_prefix_bytes: int = 0,
         watermarks: tuple[float, float] = WATERMARKS,
     ) -> Self:
         """Memory with the pools, device and batch fields that `runner.spec` asks for.
@@ -130,6 +134,7 @@ class KVMemory:
             prefix_cache=prefix_cache,
             lengths=lengths,
             host_bytes=host_bytes,
+            host_prefix_bytes=host_prefix_bytes,
             watermarks=watermarks,
         )
 
@@ -160,10 +165,10 @@ class KVMemory:
 
     def match(self, tokens: TokenArray, namespace: str = "") -> Match:
         """The longest cached prefix of `tokens` (int32), in whole pages, less than all of them.  Mutates nothing."""
-        return self._reuse.cache.match(tokens, namespace)
+        return self._reuse.match(tokens, namespace)
 
     def admit(self, match: Match, length: int, spare: int = 0, priority: int = 0) -> int | None:
-        """A new row for `length` tokens that begins with the pages of `match`, if `spare` pages stay free in each pool.
+        """A new row for `length` tokens that begins with those of `match`, if `spare` pages stay free in each pool.
 
         It has pages for all its tokens; in a window pool only those of the match, and `reserve` gets the others as the
         row goes on.  Pages that only the prefix cache has are given up if that is enough.  None, and nothing but the
@@ -246,7 +251,7 @@ class KVMemory:
 
     def looked_up(self, tokens: TokenArray, match: Match) -> None:
         """Count the first look-up of a request."""
-        self._reuse.cache.regret(tokens, match.namespace, match.tokens)
+        self._reuse.cache.regret(tokens, match.namespace, match.tokens, match.host_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Give up all cached pages that nobody uses."""

@@ -17,6 +17,7 @@ class Counts:
         self.prompt_computed = 0
         self.prompt_recomputed = 0
         self.prompt_cached = 0
+        self.prompt_loaded = 0  # had been evicted; from the host
         self.output_tokens = 0
         self.wasted: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()

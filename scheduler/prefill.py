@@ -26,11 +26,15 @@ class Chunk(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """The head of the queue has a row and pages, and need not compute its first `known` tokens."""
+    """The head of the queue has a row and pages, and need not compute its first `known` tokens.
+
+    The last `loaded` of these were evicted from the prefix cache, and came back from the host.
+    """
 
     sequence: Sequence
     row: int
     known: int
+    loaded: int = 0
 
 
 def continue_prefills(rows: Rows, budget: int, chunk: int) -> list[Chunk]:
@@ -83,13 +87,14 @@ def admit_next(rows: Rows, waiting: WaitingQueue, memory: Memory, config: Schedu
     running = rows.order
     if head is None or len(running) >= config.max_running or rows.dooms:
         return None
+    loaded = 0
     if head.kept is not None:
         known = head.kept.tokens
         row = memory.restore(head.kept, len(head.tokens), len(running))
     else:
         match = memory.match(head.tokens, head.request.cache_namespace)
-        known = match.tokens
+        known, loaded = match.tokens + match.host_tokens, match.host_tokens
         row = memory.admit(match, len(head.tokens), len(running))
         if row is not None and head.admitted_at is None:
             memory.looked_up(head.tokens, match)
-    return None if row is None else Admission(head, row, known)
+    return None if row is None else Admission(head, row, known, loaded)

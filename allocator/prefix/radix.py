@@ -2,13 +2,13 @@
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvloom.allocator.errors import InvalidArgument
-from kvloom.allocator.prefix.base import NO_PAGES, Evicted, Inserted, Match, PageArray, TokenArray
+from kvloom.allocator.prefix.base import NO_PAGES, Cut, Evicted, Inserted, Match, PageArray, Part, TokenArray
 from kvloom.allocator.prefix.checks import check
 from kvloom.allocator.prefix.eviction import EvictionPolicy, policy_of
 from kvloom.allocator.prefix.evictor import Evictor
@@ -16,6 +16,7 @@ from kvloom.allocator.prefix.expiry import Ages, Pins, Timeline, pinned_pages
 from kvloom.allocator.prefix.ghosts import GhostList
 from kvloom.allocator.prefix.insertion import Insertion
 from kvloom.allocator.prefix.keys import int32_row
+from kvloom.allocator.prefix.lookups import LookUps, cuts_of
 from kvloom.allocator.prefix.node import Node
 from kvloom.allocator.prefix.pool_pages import Index, PoolPages
 from kvloom.allocator.prefix.reports import PrefixStatistics
@@ -49,7 +50,6 @@ class RadixPrefixCache:
         self._pins = Pins(pin_budget_pages, self._time)
         self._version = self._uses = 0
         self._inserted = self._duplicates = 0
-        self._looked_up: Counter[str] = Counter()
         self._evicted: Counter[tuple[str, str]] = Counter()
         self._by_name: dict[str, int] = {}  # empty until attached
         self._set_up(1, {})
@@ -185,18 +185,27 @@ class RadixPrefixCache:
         self._pins.take(match)
         self._unpin(match)
 
-    def regret(self, tokens: TokenArray, namespace: str, matched_tokens: int) -> int:
+    def regret(self, tokens: TokenArray, namespace: str, matched_tokens: int, host_tokens: int = 0) -> int:
         """Tokens beyond a match that would have been cached, had their pages not been evicted of late.
 
-        Records the look-up: all tokens, those matched and those regretted.  Mutates nothing else.
+        Those that the host has kept are none of them.  Records the look-up: all tokens, those matched, those from the
+        host and those regretted.  Mutates nothing else.
         """
         data = self._whole_pages(tokens)
-        path, end = self._tree.walk(data, namespace)
-        at = sum(same for _, same in path)
-        gone = 0 if end is None else self._ghosts.pages_along(end.ghosts, data, at)
-        tokens_gone = max(0, (at + gone) * self._tree.page_size - matched_tokens) if gone else 0
-        self._looked_up.update(query_tokens=len(tokens), hit_tokens=matched_tokens, regret_tokens=tokens_gone)
-        return tokens_gone
+        return self._look_ups.record(data, namespace, len(tokens), matched_tokens, host_tokens)
+
+    def cuts(self, evicted: Evicted) -> Sequence[Cut]:
+        """What the last `evict` gave up, `evicted`, and what is remembered of it, oldest first.
+
+        Raises InvalidArgument with window pools: there it is not all pages of whole tokens that go.
+        """
+        if self._tree.window_pools:
+            raise InvalidArgument("what window pools give up is no run of whole pages")
+        return cuts_of(evicted, self._evictor.cut, self._ghosts, self._tree.page_bytes)
+
+    def parts_behind(self, tokens: TokenArray, match: Match) -> tuple[Part, ...]:
+        """What bodies have of `tokens` directly behind their `match`, leaving a token to compute; O(tokens)."""
+        return self._look_ups.parts_behind(self._whole_pages(tokens), match)
 
     def statistics(self) -> PrefixStatistics:
         """An immutable report."""
@@ -208,9 +217,7 @@ class RadixPrefixCache:
             inserted=self._inserted,
             duplicates=self._duplicates,
             evicted=dict(self._evicted),
-            query_tokens=self._looked_up["query_tokens"],
-            hit_tokens=self._looked_up["hit_tokens"],
-            regret_tokens=self._looked_up["regret_tokens"],
+            **self._look_ups.tokens,
             pinned_pages=self._pins.pages,
             ghost_pages=self._ghosts.pages,
         )
@@ -222,6 +229,7 @@ class RadixPrefixCache:
     def _set_up(self, page_size: int, windows: Mapping[str, int | None]) -> None:
         self._tree = Tree(page_size, windows)
         self._ghosts = GhostList(self._ghost_pages, self._tree.page_bytes)
+        self._look_ups = LookUps(self._tree, self._ghosts)
         self._evictor = Evictor(self._tree, self._policy, self._ghosts, self._ages)
         self._by_name = {pool.pool: p for p, pool in enumerate(self._tree.pools)}
 
