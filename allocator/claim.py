@@ -1,9 +1,14 @@
-"""Which engine has a memory, and whose KV is in it."""
+"""Which engine has a memory, whether its runner fits, and whose KV is in it."""
 
 from collections.abc import Callable
 from weakref import ref
 
+import torch
+
+from kvloom.allocator.devices import device_of
 from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.ports import RunnerNeeds
+from kvloom.allocator.spec import PoolSpec
 
 
 class Claim:
@@ -31,6 +36,17 @@ class Claim:
     def give_back(self) -> None:
         """Be free for the next engine."""
         self._taken = False
+
+
+def require_fit(spec: RunnerNeeds, pools: tuple[PoolSpec, ...], device: torch.device, needs: frozenset[str]) -> None:
+    """Raise InvalidArgument unless a runner of this `spec` can work with a memory of these pools and batch fields."""
+    if spec.pools != pools:
+        raise InvalidArgument(f"the runner wants the pools {spec.pools}; this memory has {pools}")
+    if device_of(spec.device) != device:
+        raise InvalidArgument(f"the runner is on {spec.device}; this memory is on {device}")
+    if not spec.needs <= needs:
+        missing = sorted(spec.needs - needs)
+        raise InvalidArgument(f"the runner needs {missing}, which this memory was not made to build")
 
 
 def _nobody() -> None:

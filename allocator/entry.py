@@ -41,8 +41,9 @@ class RowEntry:
 
     def admit(self, match: Match, length: int, spare: int, priority: int) -> int | None:
         """See `KVMemory.admit`."""
-        length, spare = self._checked(length, match.tokens, spare)
+        length, spare = self._checked(length, match.tokens + match.host_tokens, spare)
         priority = whole("priority", priority)
+        parts = self._host.prefixes.parts_of(match)
         self._reuse.lock(match)
         row = self._open(match, length, spare, "prefill")
         if row is None:
@@ -52,6 +53,11 @@ class RowEntry:
         for pool in self._pools.values():
             if pool.spec.window is None:
                 self._fill(pool, row, length, "prefill")
+        if parts:
+            first = match.tokens // self._page_size
+            stop = self._host.prefixes.load(parts, row, first)
+            for name in self._pools:
+                self._binding.changed(name, row, slice(first, stop))
         return row
 
     def restore(self, kept: Offloaded, length: int, spare: int) -> int | None:

@@ -12,10 +12,11 @@ import torch
 
 from kvloom.allocator.batch import Batch
 from kvloom.allocator.batch_maker import BatchMaker
-from kvloom.allocator.claim import Claim
+from kvloom.allocator.claim import Claim, require_fit
 from kvloom.allocator.devices import device_of
 from kvloom.allocator.entry import RowEntry
 from kvloom.allocator.errors import InvalidArgument
+from kvloom.allocator.host_prefixes import HostPrefixes
 from kvloom.allocator.indices import Ints, int32s, whole
 from kvloom.allocator.memory_pool import MemoryPool, counting_violations, violations
 from kvloom.allocator.offload import HostTier, Offloaded
@@ -45,6 +46,7 @@ class KVMemory:
     prefix_cache     None: a RadixPrefixCache of its own
     lengths          tokens of typical requests, at their end
     host_bytes       host memory for the KV of preempted rows; 0: they are computed again
+    host_prefix_bytes  and for what the prefix cache gives up; not with window pools, of which it has only parts
     watermarks       where less than the first share of a pool is free, the prefix cache gives up pages until the second
                      is; 0 to 1 both
 
@@ -64,6 +66,7 @@ class KVMemory:
         prefix_cache: KeptPrefixCache | None = None,
         lengths: Sequence[int] = (),
         host_bytes: int = 0,
+        host_prefix_bytes: int = 0,
         watermarks: tuple[float, float] = WATERMARKS,
     ) -> None:
         page_size = whole("page_size", page_size)
@@ -92,8 +95,8 @@ class KVMemory:
         # Pages leave while their row runs: a prompt should be published before it is trimmed.
         self.windowed = bool(self._windows)
         self._binding = step_binding_for(self.tables, page_size, self.device)
-        self._host = HostTier(self._pools, host_bytes)
-        self._reuse = PrefixReuse(cache, self._pools, page_size, self._binding, watermarks)
+        self._host = HostTier(self._pools, host_bytes, HostPrefixes(self._pools, cache, host_prefix_bytes))
+        self._reuse = PrefixReuse(cache, self._pools, page_size, self._binding, watermarks, self._host.prefixes)
         self._entry = RowEntry(self._pools, slots, self._reuse, self._host, self._binding)
         self._needs = needs
         self._batches = BatchMaker(self.tables, self._binding, self.device, page_size, needs)
@@ -113,6 +116,7 @@ class KVMemory:
         prefix_cache: KeptPrefixCache | None = None,
         lengths: Sequence[int] = (),
         host_bytes: int = 0,
+        host_prefix_bytes: int = 0,
         watermarks: tuple[float, float] = WATERMARKS,
     ) -> Self:
         """Memory with the pools, device and batch fields that `runner.spec` asks for.
@@ -134,6 +138,7 @@ class KVMemory:
             prefix_cache=prefix_cache,
             lengths=lengths,
             host_bytes=host_bytes,
+            host_prefix_bytes=host_prefix_bytes,
             watermarks=watermarks,
         )
 
@@ -144,13 +149,7 @@ class KVMemory:
 
     def require(self, spec: RunnerNeeds) -> None:
         """Raise InvalidArgument unless a runner of this `spec` can work with this memory."""
-        if spec.pools != self.specs:
-            raise InvalidArgument(f"the runner wants the pools {spec.pools}; this memory has {self.specs}")
-        if device_of(spec.device) != self.device:
-            raise InvalidArgument(f"the runner is on {spec.device}; this memory is on {self.device}")
-        if not spec.needs <= self._needs:
-            missing = sorted(spec.needs - self._needs)
-            raise InvalidArgument(f"the runner needs {missing}, which this memory was not made to build")
+        require_fit(spec, self.specs, self.device, self._needs)
 
     def claim(self, runner: object) -> None:
         """Belong to one engine from here on; what another runner has computed is of no use to this one, and goes.
@@ -166,10 +165,10 @@ class KVMemory:
 
     def match(self, tokens: Ints, namespace: str = "") -> Match:
         """The longest cached prefix of `tokens`, in whole pages, less than all of them.  Mutates nothing."""
-        return self._reuse.cache.match(int32s("tokens", tokens), namespace)
+        return self._reuse.match(int32s("tokens", tokens), namespace)
 
     def admit(self, match: Match, length: int, spare: int = 0, priority: int = 0) -> int | None:
-        """A new row for `length` tokens that begins with the pages of `match`, if `spare` pages stay free in each pool.
+        """A new row for `length` tokens that begins with those of `match`, if `spare` pages stay free in each pool.
 
         It has pages for all its tokens; in a window pool only those of the match, and `reserve` gets the others as the
         row goes on.  Pages that only the prefix cache has are given up if that is enough.  None, and nothing but the
@@ -258,7 +257,7 @@ class KVMemory:
 
     def looked_up(self, tokens: TokenArray, match: Match) -> None:
         """Count the first look-up of a request."""
-        self._reuse.cache.regret(tokens, match.namespace, match.tokens)
+        self._reuse.cache.regret(tokens, match.namespace, match.tokens, match.host_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Give up all cached pages that nobody uses."""

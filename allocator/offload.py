@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from kvloom.allocator.errors import DoubleFree, InvalidArgument
+from kvloom.allocator.host_prefixes import HostPrefixes
 from kvloom.allocator.indices import whole
 from kvloom.allocator.memory_pool import MemoryPool
 from kvloom.allocator.pools import HostCopy
@@ -27,15 +28,17 @@ class HostTier:
     """At most `limit` bytes of host memory, pinned where there is a device; copies never make the host wait.
 
     bytes_out, bytes_in  moved to the host and back, since start
+    prefixes             what is there of evicted prefixes, with a limit of its own
     """
 
-    def __init__(self, pools: Mapping[str, MemoryPool], limit: int) -> None:
+    def __init__(self, pools: Mapping[str, MemoryPool], limit: int, prefixes: HostPrefixes) -> None:
         self.limit = whole("host_bytes", limit)
         if self.limit < 0:
             raise InvalidArgument(f"host_bytes={limit} must be at least 0")
         self.used = 0
         self.bytes_out = 0
         self.bytes_in = 0
+        self.prefixes = prefixes
         self._pools = pools
         self._kept: set[Offloaded] = set()
 
@@ -74,8 +77,10 @@ class HostTier:
         self.used -= kept.nbytes
 
     def statistics(self) -> HostStatistics:
-        """An immutable report."""
-        return HostStatistics(self.limit, self.used, self.bytes_out, self.bytes_in)
+        """An immutable report, of prefixes too."""
+        prefixes = self.prefixes
+        moved_out, moved_in = self.bytes_out + prefixes.bytes_out, self.bytes_in + prefixes.bytes_in
+        return HostStatistics(self.limit, self.used, moved_out, moved_in, prefixes.limit, prefixes.used)
 
     def _slots(self, pool: MemoryPool, row: int, tokens: int) -> torch.Tensor:
         """Slots of the tokens that whoever goes on behind `tokens` tokens reads, whole pages of them at the front."""

@@ -102,18 +102,23 @@ class PoolStatistics(NamedTuple):
 
 
 class HostStatistics(NamedTuple):
-    """Bytes: what host memory may hold of preempted rows, holds now, and what went there and came back since start."""
+    """Bytes: what host memory may hold of preempted rows, holds now, and what went there and came back since start.
+
+    prefix_limit, prefix_used: of evicted prefixes, which count in what went there and came back.
+    """
 
     limit: int
     used: int
     bytes_out: int
     bytes_in: int
+    prefix_limit: int = 0
+    prefix_used: int = 0
 
 
 class MemoryStatistics(NamedTuple):
     """All pools, the request table's rows, the prefix cache, and the host's memory for preempted rows.
 
-    restored_tokens   whose KV came back from the host
+    restored_tokens   of preempted rows, whose KV came back from the host
     violations        mistakes found since start, by check: conservation, double_free, foreign_page; each is a defect
     eviction_seconds  host time of each eviction
     """

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvloom.allocator.errors import BrokenInvariant, InvalidArgument
+from kvloom.allocator.host_prefixes import HostPrefixes
 from kvloom.allocator.memory_pool import MemoryPool
 from kvloom.allocator.pages import CACHED
 from kvloom.allocator.ports import TokenArray
@@ -40,9 +41,11 @@ class PrefixReuse:
         page_size: int,
         binding: StepBinding,
         watermarks: tuple[float, float],
+        host: HostPrefixes,
     ) -> None:
         cache.attach(page_size, {name: pool.spec.window for name, pool in pools.items()})
         self.cache = cache
+        self._host = host
         self._pools = pools
         self._first = next(iter(pools.values()))
         self._page_size = page_size
@@ -60,6 +63,10 @@ class PrefixReuse:
         sizes = [(pool, pool.allocator.num_pages) for pool in pools.values()]
         self._marks = [(pool, int(low * pages), int(high * pages)) for pool, pages in sizes]
         self._eviction_seconds = Tally(EVICTION_SECONDS)
+
+    def match(self, tokens: TokenArray, namespace: str) -> Match:
+        """The longest cached prefix, and what the host has behind it.  Mutates nothing."""
+        return self._host.match(tokens, self.cache.match(tokens, namespace))
 
     def enter(self, row: int, match: Match, priority: int = 0) -> None:
         """A new row begins with the pages of a match, which has been locked for it."""
@@ -162,7 +169,9 @@ class PrefixReuse:
         if not self.cache.evictable(pool.name):
             return False
         begin = perf_counter()
-        self._free(self.cache.evict(pool.name, pages, reason))
+        evicted = self.cache.evict(pool.name, pages, reason)
+        self._host.save(evicted)
+        self._free(evicted)
         self._eviction_seconds.add(perf_counter() - begin)
         return True
 
@@ -187,6 +196,7 @@ class PrefixReuse:
     def check(self) -> None:
         """Raise BrokenInvariant unless the cache's pages are its own, with as many users as there are."""
         self.cache.check()
+        self._host.check()
         for name, pool in self._pools.items():
             users = self._users(pool)
             used = np.flatnonzero(users).astype(np.int32)

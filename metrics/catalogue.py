@@ -146,7 +146,7 @@ CATALOGUE: tuple[Family, ...] = (
     # Prefix cache
     Family("prefix_cache_query_tokens_total", C, "Tokens looked up, by the first look-up of each request."),
     Family(
-        "prefix_cache_hit_tokens_total", C, "Tokens found: on the device by first look-ups, or restored from the host.",
+        "prefix_cache_hit_tokens_total", C, "Tokens found: by first look-ups, or restored after a preemption.",
         {"tier": CACHE_TIERS},
     ),
     Family(

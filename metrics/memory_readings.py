@@ -87,7 +87,7 @@ def _cache(memory: "MemoryStatistics") -> dict[str, Values]:
         name: {reason: pages for (pool, reason), pages in prefix.evicted.items() if pool == name}
         for name in memory.pools
     }
-    tiers = {"device": prefix.hit_tokens, "host": memory.restored_tokens}
+    tiers = {"device": prefix.hit_tokens, "host": prefix.host_hit_tokens + memory.restored_tokens}
     return {
         "prefix_cache_query_tokens_total": {(): prefix.query_tokens},
         "prefix_cache_hit_tokens_total": split(tiers, catalogue.CACHE_TIERS),

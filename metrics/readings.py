@@ -34,10 +34,11 @@ def _scheduling(scheduler: "SchedulerStatistics") -> dict[str, Values]:
         "decoding": scheduler.decoding,
         "preempted": scheduler.preempted,
     }
-    # Nothing is "host_hit": who is restored from the host was preempted, and so its prompt has been counted before.
+    # Who is restored from the host was preempted, and so its prompt has been counted before: no "host_hit" either.
     sources = {
         "computed": scheduler.prompt_tokens_computed,
         "device_hit": scheduler.prompt_tokens_cached,
+        "host_hit": scheduler.prompt_tokens_loaded,
         "recomputed": scheduler.prompt_tokens_recomputed,
     }
     return {

@@ -17,18 +17,21 @@ class Counts:
         self.prompt_computed = 0
         self.prompt_recomputed = 0
         self.prompt_cached = 0
+        self.prompt_loaded = 0  # had been evicted; from the host
         self.output_tokens = 0
         self.wasted: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
         self.failed_steps = 0
 
-    def reused(self, sequence: Sequence, known: int) -> None:
-        """A sequence enters with the KV of `known` tokens; those of its prompt are counted when nobody had them before.
+    def reused(self, sequence: Sequence, known: int, loaded: int) -> None:
+        """A sequence enters with the KV of `known` tokens, the last `loaded` of them from the host.
 
-        Mutates `sequence.prefilled`.
+        Those of its prompt are counted, unless they were planned or reused before.  Mutates `sequence.prefilled`.
         """
         known = min(known, len(sequence.request.prompt))
-        self.prompt_cached += max(0, known - sequence.prefilled)
+        new = max(0, known - sequence.prefilled)
+        self.prompt_loaded += min(loaded, new)
+        self.prompt_cached += new - min(loaded, new)
         sequence.prefilled = max(sequence.prefilled, known)
 
     def prefilled(self, sequence: Sequence, start: int, stop: int) -> None:

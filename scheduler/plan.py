@@ -138,6 +138,7 @@ class SchedulerStatistics(NamedTuple):
     prompt_tokens_computed: int
     prompt_tokens_recomputed: int
     prompt_tokens_cached: int
+    prompt_tokens_loaded: int  # evicted from the cache, and back from the host
     output_tokens: int
     wasted_tokens: Mapping[str, int]
     steps: Mapping[str, int]

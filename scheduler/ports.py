@@ -23,7 +23,8 @@ class Shortfall(Protocol):
 # The tokens of a row from one place to another, int32.
 TokensOf = Callable[[int, int, int], TokenArray]
 
-# A prefix found in the cache: the memory's own value, of which the core reads `tokens` (int) and hands it back.
+# A prefix found in the cache: the memory's own value, of which the core reads how many `tokens` are cached, how many
+# `host_tokens` behind them the host has (int both), and hands it back.
 Match = Any
 # KV of a preempted row: the memory's own value, of which the core reads `tokens` (int) and hands it back.
 Kept = Any
@@ -43,7 +44,7 @@ class RowMemory(Protocol):
         """The longest cached prefix of `tokens`.  Pure."""
 
     def admit(self, match: Match, length: int, spare: int) -> int | None:
-        """Take a row for `length` tokens that begins with `match`, if `spare` pages stay free.  None: not now."""
+        """A row for `length` tokens that has all those of `match`, if `spare` pages stay free.  None: not now."""
 
     def reserve(self, rows: IntArray, lengths: IntArray, op: str = "decode", spare: int = 0) -> Shortfall | None:
         """Let each row hold `lengths` tokens (never fewer than now), for a "prefill" or a "decode".  None: done.

@@ -27,11 +27,15 @@ class Chunk(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """The head of the queue has a row and pages, and need not compute its first `known` tokens."""
+    """The head of the queue has a row and pages, and need not compute its first `known` tokens.
+
+    The last `loaded` of these were evicted from the prefix cache, and came back from the host.
+    """
 
     sequence: Sequence
     row: int
     known: int
+    loaded: int = 0
 
 
 def continue_prefills(rows: Rows, budget: int, chunk: int) -> list[Chunk]:
@@ -93,14 +97,14 @@ def admit(head: Sequence, rows: Rows, memory: Memory) -> Admission | None:
     One page per running sequence stays free, so that what enters is not at once the next to make room.  Mutates
     `memory`, but no row of it unless it succeeds.
     """
-    spare = rows.running
+    spare, loaded = rows.running, 0
     if head.kept is not None:
         known = head.kept.tokens
         row = memory.restore(head.kept, len(head.tokens), spare)
     else:
         match = memory.match(head.tokens, head.request.cache_namespace)
-        known = match.tokens
+        known, loaded = match.tokens + match.host_tokens, match.host_tokens
         row = memory.admit(match, len(head.tokens), spare)
         if row is not None and head.admitted_at is None:
             memory.looked_up(head.tokens, match)
-    return None if row is None else Admission(head, row, known)
+    return None if row is None else Admission(head, row, known, loaded)

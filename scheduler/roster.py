@@ -88,13 +88,13 @@ class Roster:
 
     def enter(self, admission: Admission, now: float) -> None:
         """The head of the queue takes its row."""
-        sequence, row, known = admission
+        sequence, row, known, loaded = admission
         self.waiting.remove(sequence)
         self.move(sequence, Move.ADMIT)
         if sequence.admitted_at is None:
             sequence.admitted_at = now
             sequence.cached_tokens = known
-        self.counts.reused(sequence, known)
+        self.counts.reused(sequence, known, loaded)
         self.counts.wasted["preempted"] += max(0, sequence.computed - known)
         sequence.computed, sequence.kept = 0, None
         sequence.queue_seconds += now - sequence.queued_at
@@ -175,6 +175,7 @@ class Roster:
             prompt_tokens_computed=counts.prompt_computed,
             prompt_tokens_recomputed=counts.prompt_recomputed,
             prompt_tokens_cached=counts.prompt_cached,
+            prompt_tokens_loaded=counts.prompt_loaded,
             output_tokens=counts.output_tokens,
             wasted_tokens=dict(counts.wasted),
             steps=dict(counts.steps),

@@ -116,7 +116,7 @@ class KVCache(ABC):
             raise InvalidArgument(f"a copy of {given} where {expected} is due")
         copy.wait_on(self.device)
         for tensor, (buffer, slots) in zip(copy.tensors, self._places(indices), strict=True):
-            as_integers(buffer)[:, slots] = as_integers(tensor.to(self.device, non_blocking=True))
+            as_integers(buffer)[:, slots] = as_integers(_sent(tensor, self.device))
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy the KV of slots `source` to slots `target` (int64 or int32 [T] both), all layers.  Never waits.
@@ -144,3 +144,11 @@ class KVCache(ABC):
         ):
             raise InvalidArgument(f"slots run from 0 to {self.size + self.page_size - 1}; got {slots[:8].tolist()}")
         return slots.to(self.device, non_blocking=True)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of pinned memory, or of some places of its second dimension, on its way to a device; never waits."""
+    if device.type == "cpu" or tensor.is_contiguous():
+        return tensor.to(device, non_blocking=True)
+    # In one go the host would gather the places first: it would wait, or read what is not there yet.
+    return torch.stack([part.to(device, non_blocking=True) for part in tensor.unbind(0)])

@@ -27,6 +27,10 @@ class HostCopy:
         """Bytes of host memory."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def part(self, first: int, count: int) -> "HostCopy":
+        """The KV of `count` of its slots from the `first` on: the same memory."""
+        return HostCopy(tuple(tensor[:, first : first + count] for tensor in self.tensors), self.event)
+
     def wait(self) -> None:
         """Block the host until all of it is there."""
         if self.event is not None:

@@ -1,11 +1,12 @@
 """What the memory asks of a prefix cache, and the values that go back and forth."""
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvloom.allocator.prefix.ghosts import Body, Ghost
 from kvloom.allocator.prefix.reports import PrefixStatistics
 
 PageArray = NDArray[np.int32]
@@ -14,17 +15,36 @@ NO_PAGES: PageArray = np.empty(0, np.int32)
 Evicted = dict[str, PageArray]  # by pool: ids of pages that left the cache and belong to whoever asked
 
 
+class Part(NamedTuple):
+    """`pages` pages that are gone, of which `body` has a copy from its page `first` on."""
+
+    body: Body
+    first: int
+    pages: int
+
+
+class Cut(NamedTuple):
+    """A ghost and what it was: `pages[pool]`, int32, of all its tokens."""
+
+    ghost: Ghost
+    pages: Mapping[str, PageArray]
+
+
 class Match(NamedTuple):
     """A cached prefix of `tokens` tokens, in whole pages.  Holds nothing by itself: lock it before anything else.
 
     `pages[pool]` is int32 [tokens // page_size]; in a window pool 0 but for the last window, which is all that
     attention will read.  `version` is the cache's at the time: it tells a page from another one under the same id.
+
+    A memory that keeps what the cache gave up adds `parts`: the next `host_tokens` tokens, one part behind the other.
     """
 
     tokens: int
     pages: Mapping[str, PageArray]
     namespace: str = ""
     version: int = 0
+    host_tokens: int = 0
+    parts: tuple[Part, ...] = ()
 
 
 class Inserted(NamedTuple):
@@ -96,11 +116,25 @@ class KeptPrefixCache(PrefixCache, Protocol):
     def reset(self) -> Evicted:
         """All pages that nobody uses go."""
 
-    def regret(self, tokens: TokenArray, namespace: str, matched_tokens: int) -> int:
-        """Record a look-up; the tokens beyond the match that a larger cache would have had."""
+    def regret(self, tokens: TokenArray, namespace: str, matched_tokens: int, host_tokens: int = 0) -> int:
+        """Record a look-up; the tokens that a larger cache would have had beyond the match and the host's behind it."""
 
     def statistics(self) -> PrefixStatistics:
         """An immutable report."""
 
     def check(self) -> None:
         """Raise BrokenInvariant when its books do not balance."""
+
+
+@runtime_checkable
+class GhostCache(Protocol):
+    """And what lets others keep copies of what it gives up: they write `Ghost.body`, and get it back as a `Part`."""
+
+    def cuts(self, evicted: Evicted) -> Sequence[Cut]:
+        """What the last `evict` gave up, `evicted`, and what is remembered of it, oldest first.
+
+        Raises InvalidArgument with window pools: there it is not all pages of whole tokens that go.
+        """
+
+    def parts_behind(self, tokens: TokenArray, match: Match) -> tuple[Part, ...]:
+        """What bodies have of `tokens` directly behind their `match`, leaving a token to compute.  Mutates nothing."""

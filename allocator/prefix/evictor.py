@@ -14,7 +14,7 @@ from kvloom.allocator.prefix.base import NO_PAGES, Evicted, PageArray
 from kvloom.allocator.prefix.candidates import Candidates, LoosePages
 from kvloom.allocator.prefix.eviction import EvictionPolicy
 from kvloom.allocator.prefix.expiry import Ages
-from kvloom.allocator.prefix.ghosts import GhostList
+from kvloom.allocator.prefix.ghosts import Ghost, GhostList
 from kvloom.allocator.prefix.node import Node
 from kvloom.allocator.prefix.pool_pages import Index
 from kvloom.allocator.prefix.tree import Tree
@@ -26,6 +26,7 @@ class Evictor:
     leaves  nodes without children whose last page has no user in any pool; unused where no pool is full
     tails   for each window pool, nodes that may have pages without a user in their last window
     loose   for each window pool, pages without a user outside of it
+    cut     the ghosts that came of the last `take`, first to last
     """
 
     def __init__(self, tree: Tree, policy: EvictionPolicy, ghosts: GhostList, ages: Ages) -> None:
@@ -35,6 +36,7 @@ class Evictor:
         self.leaves = Candidates(policy)
         self.tails = {p: Candidates(policy) for p in tree.window_pools}
         self.loose = {p: LoosePages() for p in tree.window_pools}
+        self.cut: list[Ghost] = []
         self._taken: list[list[PageArray]] = [[] for _ in tree.pools]
 
     def became_idle(self, p: int, index: Index) -> None:
@@ -64,6 +66,7 @@ class Evictor:
 
     def take(self, p: int, count: int) -> None:
         """At least `count` pages of pool `p` go, or all that can; `end` hands them over."""
+        self.cut.clear()
         if p not in self.tails:
             self._take_leaves(count)
             return
@@ -152,7 +155,7 @@ class Evictor:
         else:
             self._forget(node)
         if remember:
-            self._ghosts.remember(tokens, below, last.ghosts)
+            self.cut.append(self._ghosts.remember(tokens, below, last.ghosts))
         else:
             self._ghosts.forget_all(below)
         self._consider_leaf(last)

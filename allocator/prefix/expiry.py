@@ -99,6 +99,13 @@ class Pins:
                 return
         raise InvalidArgument(f"this match of {match.tokens} tokens is not pinned")
 
+    def take_all(self) -> list[Match]:
+        """End them all."""
+        pinned = [match for _, _, match in self._ends]
+        self._ends.clear()
+        self.pages = 0
+        return pinned
+
     def take_due(self) -> list[Match]:
         """End those whose time is over."""
         due: list[Match] = []

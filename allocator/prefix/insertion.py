@@ -88,12 +88,20 @@ class Insertion:
             if self.visited:
                 self.visited[-1] = front
             node = front
-        self._ghosts.forget(node.ghosts, bytes(tokens[:size]))
+        begin, upto = at, at
+        while upto < stop:  # in as many nodes as there are places where ghosts hang
+            at, (upto, ghosts) = upto, self._ghosts.revive(node.ghosts, self._data, upto, stop)
+            node = self._grow(node, tokens[(at - begin) * size : (upto - begin) * size], self._offered[:, at:upto])
+            node.ghosts = ghosts
+        self.adopted[:, begin:stop] = new > 0 if self._tree.window_pools else True
+
+    def _grow(self, node: Node, tokens: Tokens, new: PoolIndex) -> Node:
+        """These pages follow at the end of a node; the one that has them."""
         if node.number and not node.children and not node.ghosts:  # a row that goes on
             before = node.pages
             self._tree.extend(node, tokens, new, self._version)
             self._evictor.grew(node, before)
-            self.visited.append(node)
         else:
-            self.visited.append(self._tree.add(node, tokens, new, self._version))
-        self.adopted[:, at:stop] = new > 0 if self._tree.window_pools else True
+            node = self._tree.add(node, tokens, new, self._version)
+        self.visited.append(node)
+        return node

@@ -31,6 +31,11 @@ def int32_row(name: str, values: Any) -> NDArray[np.int32]:
     return array.astype(np.int32)
 
 
+def whole_pages(tokens: Any, page_size: int) -> bytes:
+    """The pages of `tokens` that a match may have: one token at least is left over.  Raises as `int32_row`."""
+    return int32_row("tokens", tokens)[: max(0, len(tokens) - 1) // page_size * page_size].tobytes()
+
+
 def equal_bytes(left: Tokens, right: Tokens) -> int:
     """Bytes, up to a multiple of four, before two runs of tokens of one length differ; all when they do not."""
     if len(left) == 0:

@@ -58,7 +58,7 @@ class NullPrefixCache:
         """There is nothing to give up."""
         return {}
 
-    def regret(self, tokens: TokenArray, namespace: str, matched_tokens: int) -> int:
+    def regret(self, tokens: TokenArray, namespace: str, matched_tokens: int, host_tokens: int = 0) -> int:
         """None."""
         return 0
 

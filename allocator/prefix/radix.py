@@ -6,20 +6,21 @@ node, knows windows, and compares whole runs of tokens as memory; ghosts come fr
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvloom.allocator.errors import InvalidArgument
-from kvloom.allocator.prefix.base import NO_PAGES, Evicted, Inserted, Match, PageArray, TokenArray
+from kvloom.allocator.prefix.base import NO_PAGES, Cut, Evicted, Inserted, Match, PageArray, Part, TokenArray
 from kvloom.allocator.prefix.checks import check
 from kvloom.allocator.prefix.eviction import EvictionPolicy, policy_of
 from kvloom.allocator.prefix.evictor import Evictor
 from kvloom.allocator.prefix.expiry import Ages, Pins, Timeline, pinned_pages
 from kvloom.allocator.prefix.ghosts import GhostList
 from kvloom.allocator.prefix.insertion import Insertion
-from kvloom.allocator.prefix.keys import int32_row
+from kvloom.allocator.prefix.keys import int32_row, whole_pages
+from kvloom.allocator.prefix.lookups import LookUps, cuts_of
 from kvloom.allocator.prefix.node import Node
 from kvloom.allocator.prefix.pool_pages import Index, PoolPages
 from kvloom.allocator.prefix.reports import PrefixStatistics
@@ -53,7 +54,6 @@ class RadixPrefixCache:
         self._pins = Pins(pin_budget_pages, self._time)
         self._version = self._uses = 0
         self._inserted = self._duplicates = 0
-        self._looked_up: Counter[str] = Counter()
         self._evicted: Counter[tuple[str, str]] = Counter()
         self._by_name: dict[str, int] = {}  # empty until attached
         self._set_up(1, {})
@@ -73,7 +73,7 @@ class RadixPrefixCache:
         That is all pages of it in full pools, and in window pools those that attention still sees behind it.
         """
         tree = self._tree
-        path, _ = tree.walk(self._whole_pages(tokens), namespace)
+        path, _ = tree.walk(whole_pages(tokens, self._tree.page_size), namespace)
         if not path:
             return Match(0, {pool.pool: NO_PAGES.copy() for pool in tree.pools}, namespace, self._version)
         ids = np.concatenate([node.ids[:, :same] for node, same in path], axis=1)
@@ -161,15 +161,14 @@ class RadixPrefixCache:
         return self._hand_over("manual")
 
     def reset(self) -> Evicted:
-        """All pages without a user go, and all ghosts; O(tree)."""
+        """All pages without a user go, all pins end, and all ghosts; O(tree)."""
+        for match in self._pins.take_all():
+            self._unpin(match)
         for node in reversed(list(self._tree.each())):
             self._evictor.take_end(node, remember=False)
             if node.number:
                 self._evictor.take_windows(node)
-        for root in self._tree.roots.values():
-            self._ghosts.forget_all(root.ghosts)
-        for node in self._tree.each():
-            self._ghosts.forget_all(node.ghosts)
+        self._ghosts.shrink_to(0)
         return self._hand_over("reset")
 
     def tick(self, now: float) -> Evicted:
@@ -197,18 +196,27 @@ class RadixPrefixCache:
         self._pins.take(match)
         self._unpin(match)
 
-    def regret(self, tokens: TokenArray, namespace: str, matched_tokens: int) -> int:
+    def regret(self, tokens: TokenArray, namespace: str, matched_tokens: int, host_tokens: int = 0) -> int:
         """Tokens beyond a match that would have been cached, had their pages not been evicted of late.
 
-        Records the look-up: all tokens, those matched and those regretted.  Mutates nothing else.
+        Those that the host has kept are none of them.  Records the look-up: all tokens, those matched, those from the
+        host and those regretted.  Mutates nothing else.
         """
-        data = self._whole_pages(tokens)
-        path, end = self._tree.walk(data, namespace)
-        at = sum(same for _, same in path)
-        gone = 0 if end is None else self._ghosts.pages_along(end.ghosts, data, at)
-        tokens_gone = max(0, (at + gone) * self._tree.page_size - matched_tokens) if gone else 0
-        self._looked_up.update(query_tokens=len(tokens), hit_tokens=matched_tokens, regret_tokens=tokens_gone)
-        return tokens_gone
+        data = whole_pages(tokens, self._tree.page_size)
+        return self._look_ups.record(data, namespace, len(tokens), matched_tokens, host_tokens)
+
+    def cuts(self, evicted: Evicted) -> Sequence[Cut]:
+        """What the last `evict` gave up, `evicted`, and what is remembered of it, oldest first.
+
+        Raises InvalidArgument with window pools: there it is not all pages of whole tokens that go.
+        """
+        if self._tree.window_pools:
+            raise InvalidArgument("what window pools give up is no run of whole pages")
+        return cuts_of(evicted, self._evictor.cut, self._ghosts, self._tree.page_bytes)
+
+    def parts_behind(self, tokens: TokenArray, match: Match) -> tuple[Part, ...]:
+        """What bodies have of `tokens` directly behind their `match`, leaving a token to compute; O(tokens)."""
+        return self._look_ups.parts_behind(whole_pages(tokens, self._tree.page_size), match)
 
     def statistics(self) -> PrefixStatistics:
         """An immutable report."""
@@ -220,9 +228,7 @@ class RadixPrefixCache:
             inserted=self._inserted,
             duplicates=self._duplicates,
             evicted=dict(self._evicted),
-            query_tokens=self._looked_up["query_tokens"],
-            hit_tokens=self._looked_up["hit_tokens"],
-            regret_tokens=self._looked_up["regret_tokens"],
+            **self._look_ups.tokens,
             pinned_pages=self._pins.pages,
             ghost_pages=self._ghosts.pages,
         )
@@ -234,6 +240,7 @@ class RadixPrefixCache:
     def _set_up(self, page_size: int, windows: Mapping[str, int | None]) -> None:
         self._tree = Tree(page_size, windows)
         self._ghosts = GhostList(self._ghost_pages, self._tree.page_bytes)
+        self._look_ups = LookUps(self._tree, self._ghosts)
         self._evictor = Evictor(self._tree, self._policy, self._ghosts, self._ages)
         self._by_name = {pool.pool: p for p, pool in enumerate(self._tree.pools)}
 
@@ -241,11 +248,6 @@ class RadixPrefixCache:
         if name not in self._by_name:
             raise InvalidArgument(f"no pool {name!r}; there are {', '.join(self._by_name) or 'none: attach first'}")
         return self._by_name[name]
-
-    def _whole_pages(self, tokens: Any) -> bytes:
-        """The pages of `tokens` that a match may have: one token at least is left over."""
-        size = self._tree.page_size
-        return int32_row("tokens", tokens)[: max(0, len(tokens) - 1) // size * size].tobytes()
 
     def _offer(self, tokens: Any, pages: Mapping[str, Any], first_depth: int) -> tuple[bytes, PoolIndex]:
         """Tokens as bytes and page ids as intp [pools, m], checked."""

@@ -12,8 +12,8 @@ class PrefixStatistics(NamedTuple):
     pages, locked  pages in the tree, and those of them that somebody uses, by pool
     inserted       pages adopted, of all pools; duplicates: offered where the tree had one already
     evicted        pages that left, by (pool, reason)
-    query_tokens   tokens of the recorded look-ups; hit_tokens of them were cached, and regret_tokens would have been in
-                   a larger cache
+    query_tokens   tokens of the recorded look-ups; hit_tokens of them were cached, host_hit_tokens behind them came
+                   from the host, and regret_tokens would have been in a larger cache
     pinned_pages   pages of all pools that pins keep, each as often as it is pinned
     ghost_pages    evicted pages whose tokens are remembered
     """
@@ -29,3 +29,4 @@ class PrefixStatistics(NamedTuple):
     regret_tokens: int = 0
     pinned_pages: int = 0
     ghost_pages: int = 0
+    host_hit_tokens: int = 0

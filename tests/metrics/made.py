@@ -23,14 +23,15 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 IDLE_SCHEDULER = SchedulerStatistics(
     waiting=0, preempted=0, prefilling=0, decoding=0, steps_in_flight=0, waiting_prompt_tokens=0,
     oldest_waiting_at=None, received=0, rejected={}, finished={}, preemptions=0, prompt_tokens_computed=0,
-    prompt_tokens_recomputed=0, prompt_tokens_cached=0, output_tokens=0, wasted_tokens={}, steps={}, failed_steps=0,
+    prompt_tokens_recomputed=0, prompt_tokens_cached=0, prompt_tokens_loaded=0, output_tokens=0, wasted_tokens={},
+    steps={}, failed_steps=0,
 )  # fmt: skip
 BUSY_SCHEDULER = SchedulerStatistics(
     waiting=5, preempted=2, prefilling=3, decoding=7, steps_in_flight=1, waiting_prompt_tokens=811,
     oldest_waiting_at=12.5, received=60, rejected={"queue_full": 4, "too_long": 1},
     finished={FinishReason.STOP: 20, FinishReason.LENGTH: 11, FinishReason.ABORT: 6, FinishReason.ERROR: 1},
     preemptions=9, prompt_tokens_computed=4001, prompt_tokens_recomputed=302, prompt_tokens_cached=503,
-    output_tokens=2004, wasted_tokens={"preempted": 305, "aborted": 16},
+    prompt_tokens_loaded=48, output_tokens=2004, wasted_tokens={"preempted": 305, "aborted": 16},
     steps={"prefill": 21, "decode": 212, "mixed": 33}, failed_steps=1,
 )  # fmt: skip
 
@@ -57,7 +58,7 @@ def tally(bounds: tuple[float, ...], total: float, *counts: int) -> TallyState:
 
 BUSY_PREFIX = PrefixStatistics(
     entries=13, pages={"full": 22}, locked={"full": 5}, inserted=120, duplicates=19, evicted={("full", "capacity"): 90},
-    query_tokens=6001, hit_tokens=503, regret_tokens=77,
+    query_tokens=6001, hit_tokens=503, regret_tokens=77, host_hit_tokens=48,
 )  # fmt: skip
 
 

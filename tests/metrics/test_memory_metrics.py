@@ -25,13 +25,16 @@ HISTOGRAMS = ("page_lifetime_seconds", "page_idle_before_evict_seconds", "page_r
 both_pools = pytest.mark.parametrize("pools", [(FULL,), (FULL, SWA), (SWA,)], ids=["full", "both", "swa"])
 
 
-def engine_of(pools: tuple[PoolSpec, ...], *, tokens: int = 120, depth: int = 1, host_bytes: int = 0) -> Engine:
+def engine_of(
+    pools: tuple[PoolSpec, ...], *, tokens: int = 120, depth: int = 1, host_bytes: int = 0, host_prefix_bytes: int = 0
+) -> Engine:
     runner = ShadowRunner(max_seq=100, pools=pools)
     memory = KVMemory.for_runner(
         runner,
         capacity_tokens=dict.fromkeys((pool.name for pool in pools), tokens),
         page_size=4,
         host_bytes=host_bytes,
+        host_prefix_bytes=host_prefix_bytes,
     )
     return Engine(runner, memory, SchedulerConfig(max_running=6, prefill_chunk=16, steps_in_flight_max=depth))
 
@@ -104,10 +107,10 @@ def require_sound(found: Series, pools: tuple[PoolSpec, ...]) -> None:
     assert total(found, "kv_invariant_violations_total") == 0
     queried = value(found, "kvloom_prefix_cache_query_tokens_total")
     hit = value(found, "kvloom_prefix_cache_hit_tokens_total", tier="device")
-    assert queried >= hit + value(found, "kvloom_prefix_cache_regret_tokens_total")
+    loaded = value(found, "kvloom_prompt_tokens_total", source="host_hit")
+    assert queried >= hit + loaded + value(found, "kvloom_prefix_cache_regret_tokens_total")
+    assert value(found, "kvloom_prefix_cache_hit_tokens_total", tier="host") >= loaded
     assert value(found, "kvloom_prompt_tokens_total", source="device_hit") == hit
-    moved = [value(found, "kvloom_prefix_cache_offload_bytes_total", direction=way) for way in ("out", "in")]
-    assert moved[0] >= moved[1]
 
 
 def timed(found: Series, pool: str) -> list[float]:
@@ -185,6 +188,27 @@ async def test_decode_takes_pages_and_the_host_gives_back() -> None:
     assert value(found, "kvloom_prompt_tokens_total", source="host_hit") == 0
     assert value(found, "kvloom_prompt_tokens_total", source="computed") == 80
     require_sound(found, (FULL,))
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20], ids=["recompute", "offload"])
+async def test_evicted_prefixes_come_back_from_the_host(host_bytes: int) -> None:
+    """Each prompt token is counted once, from where it came; who was preempted is counted as a hit of the host only."""
+    async with engine_of((FULL,), host_bytes=host_bytes, host_prefix_bytes=1 << 20) as engine:
+        collector = instrument(engine, model="m")
+        ends: list[Finished] = []
+        for _ in range(3):
+            for n in range(1, 4):
+                ends += await together(*(partial(say, engine, [n] * 40 + [m] * 5, 9) for m in (n, n + 1)))
+        found = series(collector.render())
+    require_sound(found, (FULL,))
+    names = ("computed", "device_hit", "host_hit")
+    sources = {source: value(found, "kvloom_prompt_tokens_total", source=source) for source in names}
+    assert sources["host_hit"] >= 200
+    assert sum(sources.values()) == 45 * len(ends)
+    assert sources["device_hit"] + sources["host_hit"] == sum(end.usage.cached_tokens for end in ends)
+    hits = value(found, "kvloom_prefix_cache_hit_tokens_total", tier="host")
+    assert value(found, "kvloom_prefix_cache_offload_bytes_total", direction="in") >= hits * FULL.bytes_per_token
+    assert value(found, "kvloom_prefix_cache_offload_bytes_total", direction="out") > 0
 
 
 @pytest.mark.parametrize("cache", [RadixPrefixCache, NullPrefixCache], ids=["cached", "plain"])

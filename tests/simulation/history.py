@@ -49,13 +49,17 @@ class History:
         budget = draw.choice([8, 16, 64])
         self.pools = pools
         self.runner = ShadowRunner(max_seq=MAX_SEQ, eos_ids=(EOS,), pools=pools)
+        cacheless = draw.random() < 0.2
+        windowed = any(spec.window is not None for spec in pools)
+        host_prefix_bytes = 0 if cacheless or windowed else draw.choice([0, 400, 2**20])
         self.memory = KVMemory.for_runner(
             self.runner,
             capacity_tokens=capacity,
             page_size=page_size,
             max_rows=draw.choice([8, 12]),
             host_bytes=host_bytes,
-            prefix_cache=NullPrefixCache() if draw.random() < 0.2 else None,
+            host_prefix_bytes=host_prefix_bytes,
+            prefix_cache=NullPrefixCache() if cacheless else None,
         )
         self.runner.attach(self.memory.pools)
         config = SchedulerConfig(

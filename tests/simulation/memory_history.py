@@ -75,15 +75,17 @@ class MemoryHistory:
         self.runner = ShadowRunner(max_seq=MAX_SEQ, pools=pools)
         page_size = draw.choice([1, 2, 4, 16])
         least = max(least_window_pages(spec.window, page_size) for spec in pools)
+        cacheless, windowed = draw.random() < 0.15, any(spec.window is not None for spec in pools)
         self.memory = KVMemory.for_runner(
             self.runner,
             capacity_tokens={spec.name: page_size * max(least, draw.randint(4, 60)) for spec in pools},
             page_size=page_size,
             max_rows=draw.choice([3, 8]),
             prefix_cache=NullPrefixCache()
-            if draw.random() < 0.15
+            if cacheless
             else RadixPrefixCache(draw.choice(POLICIES), ttl=draw.choice([None, 4.0])),
             host_bytes=draw.choice([0, 900, 100_000]),
+            host_prefix_bytes=0 if cacheless or windowed else draw.choice([0, 900, 100_000]),
             watermarks=draw.choice([(0.0, 0.0), (0.2, 0.5)]),
         )
         self.runner.attach(self.memory.pools)
@@ -93,7 +95,7 @@ class MemoryHistory:
         self.told: list[Tale] = []
         self.out: deque[Step] = deque()
         self.steps, self.now = count(), 0.0
-        self.forks = self.restored = self.hits = 0
+        self.forks = self.restored = self.hits = self.loaded = 0
 
     def run(self, moves: int = 120) -> None:
         verbs = {
@@ -112,22 +114,26 @@ class MemoryHistory:
         self.memory.reset_prefix_cache()
         self.memory.check()
         statistics = self.memory.statistics()
-        assert (statistics.rows_held, statistics.rows_quarantined, statistics.host.used) == (0, 0, 0)
+        assert (statistics.rows_held, statistics.rows_quarantined) == (0, 0)
+        assert (statistics.host.used, statistics.host.prefix_used) == (0, 0)
         for pool in statistics.pools.values():
             assert pool.free == pool.capacity
 
     def arrive(self) -> None:
         tokens = [self.random.randrange(97) for _ in range(self.random.randint(2, 40))]
+        namespace = self.random.choice(["", "tenant"])
         if self.told and self.random.random() < 0.7:
-            other = self.random.choice(self.told).tokens
-            tokens = other[: self.random.randint(1, len(other))] + tokens
-        tale = Tale(f"r{len(self.told)}", tokens[:MAX_SEQ], self.random.choice(["", "tenant"]))
+            other = self.random.choice(self.told)
+            tokens = other.tokens[: self.random.randint(1, len(other.tokens))] + tokens
+            namespace = self.random.choice([namespace, other.namespace, other.namespace])
+        tale = Tale(f"r{len(self.told)}", tokens[:MAX_SEQ], namespace)
         if len(tale.tokens) > self.memory.max_seq:
             return
         self.tell(tale)
         match = self.memory.match(ints(tale.tokens), tale.namespace)
-        self.enter(tale, self.memory.admit(match, len(tale.tokens)), match.tokens)
-        self.hits += match.tokens
+        if self.enter(tale, self.memory.admit(match, len(tale.tokens)), match.tokens + match.host_tokens):
+            self.hits += match.tokens
+            self.loaded += match.host_tokens
 
     def tell(self, tale: Tale) -> None:
         self.told.append(tale)

@@ -76,6 +76,18 @@ def test_histories_reach_what_they_are_for() -> None:
     assert finished >= {"stop", "length", "abort", "error", "deadline"}
 
 
+def test_histories_load_what_was_evicted() -> None:
+    loaded = alone = 0
+    for seed in range(40):
+        scheduled, history = History(seed, seed % 2 + 1, KINDS["full"]), MemoryHistory(seed, KINDS["full"])
+        scheduled.run()
+        history.run(400)
+        loaded += scheduled.core.statistics().prompt_tokens_loaded
+        alone += history.loaded
+    assert loaded > 50
+    assert alone > 5
+
+
 def test_memory_histories_reach_what_they_are_for() -> None:
     seen: Counter[str] = Counter()
     for seed in range(60):

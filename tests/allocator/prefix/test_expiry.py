@@ -167,3 +167,13 @@ def test_a_pin_of_no_time_or_for_ever(seconds: float) -> None:
     with pytest.raises(InvalidArgument, match="a pin of"):
         books.cache.pin(match, seconds)
     assert books.cache.statistics().pinned_pages == 0
+
+
+def test_a_reset_ends_pins() -> None:
+    """Whoever resets has reason to believe that what is cached is wrong."""
+    books = Books(cache=RadixPrefixCache(pin_budget_pages=4))
+    books.put("aaaabbbb")
+    assert books.cache.pin(books.cache.match(tokens("aaaabbbb.")), 60.0)
+    assert sorted(books.cache.reset()["full"].tolist()) == [1, 2]
+    books.cache.check()
+    assert books.cache.statistics().pinned_pages == 0
