@@ -40,7 +40,10 @@ class BatchMaker:
             raise InvalidArgument(
                 f"step {plan.step} writes row {plan.rows[i]} up to token {plan.seq_lens[i]}; {reserved[i]} are reserved"
             )
-        if np.count_nonzero(plan.prefix_lens < self._reused[plan.rows] * self._page_size):
+        chunks = slice(plan.decode_rows, None)  # a row that decodes is past what it reuses
+        if plan.decode_rows < len(plan.rows) and np.count_nonzero(
+            plan.prefix_lens[chunks] < self._reused[plan.rows[chunks]] * self._page_size
+        ):
             raise InvalidArgument(f"step {plan.step} writes into pages that rows {plan.rows[:8].tolist()} only reuse")
         host = _host_arrays(plan)
         out, sent = self._binding.slots(host, plan.decode_rows)

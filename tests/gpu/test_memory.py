@@ -1,10 +1,13 @@
 """KVMemory on a device: a batch costs one upload, and reading its fields costs no wait."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from kvloom.allocator import KVMemory, PoolSpec
+from kvloom.scheduler.runners import ShadowRunner
 from tests.allocator.books import ints
 from tests.allocator.memories import Step
 from tests.gpu.test_kernels import no_synchronisation
@@ -80,3 +83,16 @@ def slots_of(memory: KVMemory, row: int, tokens: int) -> torch.Tensor:
     positions = np.arange(tokens)
     pages = memory.tables["full"].pages[row, positions // 16].astype(np.int64)
     return torch.from_numpy(pages * 16 + positions % 16).to(memory.device)
+
+
+def test_memory_of_a_share_of_what_is_free() -> None:
+    """At most that share, and not much less; of two pools each gets its part."""
+    free = torch.cuda.mem_get_info()[0]
+    full = PoolSpec("full", (0,), kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    window = PoolSpec("swa", (1, 2, 3), kv_heads=8, head_dim=128, dtype=torch.bfloat16, window=1024)
+    runner = ShadowRunner(max_seq=8192)
+    runner._spec = replace(runner.spec, pools=(full, window), device=torch.device("cuda"))
+    memory = KVMemory.for_runner(runner, memory_fraction=0.1, lengths=[8192])
+    nbytes = sum(storage.nbytes for storage in memory.pools.values())
+    assert 0.09 * free <= nbytes <= 0.1 * free
+    assert free - torch.cuda.mem_get_info()[0] >= 0.9 * nbytes
