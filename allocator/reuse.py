@@ -10,6 +10,7 @@ is a user until the last step that names it is settled.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from time import perf_counter
 
 import numpy as np
@@ -43,7 +44,6 @@ class PrefixReuse:
         watermarks: tuple[float, float],
         host: HostPrefixes,
     ) -> None:
-        cache.attach(page_size, {name: pool.spec.window for name, pool in pools.items()})
         self.cache = cache
         self._host = host
         self._pools = pools
@@ -57,12 +57,14 @@ class PrefixReuse:
         self._doubtful: list[tuple[int, PageArray]] = []  # (fence, pages) whose KV may be wrong
         self._settled = -1
         self._cache_ticks_at = -math.inf
-        low, high = watermarks
+        low, high = watermarks if _two_numbers(watermarks) else (1, 0)
         if not 0 <= low <= high <= 1:
             raise InvalidArgument(f"watermarks={watermarks} must be shares of a pool, the lower one first")
         sizes = [(pool, pool.allocator.num_pages) for pool in pools.values()]
         self._marks = [(pool, int(low * pages), int(high * pages)) for pool, pages in sizes]
         self._eviction_seconds = Tally(EVICTION_SECONDS)
+        # Last: if anything is wrong, the cache is still free for others.
+        cache.attach(page_size, {name: pool.spec.window for name, pool in pools.items()})
 
     def match(self, tokens: TokenArray, namespace: str) -> Match:
         """The longest cached prefix, and what the host has behind it.  Mutates nothing."""
@@ -288,3 +290,7 @@ class PrefixReuse:
 def _before(marks: NDArray[np.bool_]) -> int:
     """How many stand before the first that is marked; all when none is."""
     return int(np.argmax(marks)) if np.count_nonzero(marks) else len(marks)
+
+
+def _two_numbers(values: object) -> bool:
+    return isinstance(values, tuple) and len(values) == 2 and all(isinstance(value, Real) for value in values)

@@ -1,6 +1,7 @@
 """How many slots each pool of a memory gets."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 import torch
 
@@ -19,9 +20,12 @@ def pages_of_mix(pools: Sequence[PoolSpec], page_size: int, lengths: Sequence[in
     In a window pool that is the window, and on the average one page more, for it lies across pages.
     Raises InvalidArgument unless there is a length, all from 1 up.
     """
-    if not lengths or min(lengths) < 1:
-        raise InvalidArgument(f"lengths={list(lengths)[:8]}: a mix is of at least one length, all from 1 up")
-    pages = [-(-whole("length", length) // page_size) for length in lengths]
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str):
+        raise InvalidArgument(f"lengths={lengths!r} must be a row of lengths")
+    tokens = [whole("length", length) for length in lengths]
+    if not tokens or min(tokens) < 1:
+        raise InvalidArgument(f"lengths={tokens[:8]}: a mix is of at least one length, all from 1 up")
+    pages = [-(-length // page_size) for length in tokens]
     means = {}
     for pool in pools:
         most = float("inf") if pool.window is None else -(-pool.window // page_size) + 1
@@ -109,7 +113,7 @@ def runner_tokens(
     if capacity_tokens is not None:
         return capacity_tokens
     if memory_fraction is not None:
-        if not 0 < memory_fraction <= 1:
+        if not isinstance(memory_fraction, Real) or not 0 < memory_fraction <= 1:
             raise InvalidArgument(f"memory_fraction={memory_fraction} must be above 0, at most 1")
         memory_bytes = int(free_bytes(spec.device) * memory_fraction)
     return tokens_for_bytes(

@@ -1,6 +1,7 @@
 """How large the pools of a memory become: by tokens, by bytes, by what is free."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +86,16 @@ def test_pins_are_taken_off_what_a_row_can_count_on() -> None:
     assert KVMemory(capacity_tokens=64, page_size=4, prefix_cache=NullPrefixCache()).max_seq == 64
     with pytest.raises(InvalidArgument, match="all of a pool"):
         KVMemory(capacity_tokens=64, page_size=4, prefix_cache=RadixPrefixCache(pin_budget_pages=16))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lengths": 5}, {"lengths": ["a"]}, {"lengths": "12"}, {"lengths": [0]}, {"watermarks": 0.1},
+     {"watermarks": (0.1,)}, {"watermarks": ("a", "b")}, {"watermarks": (0.5, 0.2)},
+     {"watermarks": (0.0, float("nan"))}],
+)  # fmt: skip
+def test_nonsense_has_a_typed_error_and_leaves_the_cache_to_others(wrong: dict[str, Any]) -> None:
+    cache = RadixPrefixCache()
+    with pytest.raises(InvalidArgument):
+        KVMemory((FULL, SWA), capacity_tokens=160 * PAGE, page_size=PAGE, prefix_cache=cache, **wrong)
+    KVMemory((FULL, SWA), capacity_tokens=160 * PAGE, page_size=PAGE, prefix_cache=cache)
