@@ -14,6 +14,7 @@ from kvloom.allocator.indices import places_below
 from kvloom.allocator.pages import PageLedger
 from kvloom.allocator.reports import Shortfall
 from kvloom.allocator.ring import NO_PAGES, PageArray
+from kvloom.allocator.rows import shortfall
 from kvloom.allocator.table import RequestTable, RowArray
 
 
@@ -74,10 +75,7 @@ class Extending:
         np.add.accumulate(need, 0, None, page_start[1:])
         pages = self._taken(rows, at, have, need, page_start)
         if pages is None:
-            free = self.ledger.free_pages
-            first = int(page_start[1:].searchsorted(free, "right"))  # who does not fit
-            upto = int(have[first] + free - page_start[first]) * self.ledger.page_size
-            return Shortfall(self.ledger.pool, int(page_start[-1]), free, 0, first, upto)
+            return shortfall(self.ledger, have, page_start, self.ledger.free_pages)
         table.lengths[at] = lengths
         return Extended(before, page_start, token_start, pages)
 

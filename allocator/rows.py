@@ -44,6 +44,13 @@ class Grown(NamedTuple):
     pages: PageArray
 
 
+def shortfall(ledger: PageLedger, have: RowArray, page_start: NDArray[np.integer], free: int) -> Shortfall:
+    """Of rows that have `have[i]` pages and want `page_start[i + 1] - page_start[i]` more, which fit into `free`."""
+    first = int(page_start[1:].searchsorted(free, "right"))  # who does not fit
+    upto = int(have[first] + free - page_start[first]) * ledger.page_size
+    return Shortfall(ledger.pool, int(page_start[-1]), free, 0, first, upto)
+
+
 class RowAllocator:
     """Pages of one pool for the rows of one table; the ledger names each page's row as its holder.
 
@@ -101,10 +108,8 @@ class RowAllocator:
             holders = int(some[0]) if len(some) == 1 else np.repeat(some, need)
             taken = self.ledger.take_for_rows(total, holders, op, again, spare)
             if taken is None:
-                ends = np.cumsum(need)
-                first = int(np.searchsorted(ends, free, side="right"))  # who does not fit
-                upto = int(have[first] + free - (ends[first] - need[first])) * size
-                return Shortfall(self.ledger.pool, total, free, 0, int(takers[first]), upto)
+                short = shortfall(self.ledger, have, np.concatenate(([0], np.cumsum(need))), free)
+                return short._replace(fits=int(takers[short.fits]))
             table.append(some, need, taken)
             pages = taken
         table.lengths[at] = np.maximum(table.lengths[at], lengths)

@@ -32,7 +32,6 @@ class Roster:
         self.waiting = WaitingQueue()
         self.counts = Counts()
         self.live: dict[str, Sequence] = {}
-        self.ended = 0  # requests, ever
         self._arrivals = 0
         self._shared_for: tuple[Sequence, int] | None = None  # who was to enter, and the departures by then
         self._deadlines: list[tuple[float, int, Sequence]] = []
@@ -45,6 +44,11 @@ class Roster:
         while self._deadlines and self._deadlines[0][2].phase is Phase.FINISHED:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def ended(self) -> int:
+        """Requests that have ended, ever."""
+        return self.counts.finished.total()
 
     def late(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed, earliest first; each is named once."""
@@ -138,7 +142,6 @@ class Roster:
                 self._memory.forget(sequence.kept)
             self.waiting.remove(sequence)
         del self.live[sequence.request.id]
-        self.ended += 1
         self.counts.finished[reason] += 1
         usage = Usage(len(sequence.request.prompt), outputs, sequence.cached_tokens, sequence.preemptions)
         timings = Timings(
